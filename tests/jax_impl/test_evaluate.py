@@ -98,14 +98,14 @@ def greedy(model: Any, tokens: jax.Array, steps: int = 4) -> jax.Array:
 @pytest.mark.parametrize("devices", [1, 4])
 def test_losses_of_training_are_those_of_evaluation(engine: str, devices: int) -> None:
     plan, weights = sharded(engine, devices)
-    found = make_eval_step(plan, pair)(weights, batch())
-    np.testing.assert_allclose(found["loss"], quotient(parameters(), batch()), rtol=2e-6)
-    assert found["weight"] == batch()["mask"].sum()
+    metrics = make_eval_step(plan, pair)(weights, batch())
+    np.testing.assert_allclose(metrics["loss"], quotient(parameters(), batch()), rtol=2e-6)
+    assert metrics["weight"] == batch()["mask"].sum()
     state = init_state(plan, weights, optax.sgd(0.1))
-    found = make_eval_step(plan, with_statistics, has_aux=True)(state, batch())
+    metrics = make_eval_step(plan, with_statistics, has_aux=True)(state, batch())
     loss, aux = with_statistics(parameters(), batch())
-    np.testing.assert_allclose(found["loss"], loss, rtol=2e-6)
-    assert found["aux"]["hits"] == aux["hits"]
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-6)
+    assert metrics["aux"]["hits"] == aux["hits"]
     # The state is as it was.
     make_train_step(plan, pair, optax.sgd(0.1))(state, batch())
 
@@ -120,10 +120,10 @@ def test_rows_come_back_in_order_whatever_their_number(engine: str, rows: int) -
         model.eval()
         return {"logits": model(tokens), "length": jnp.full(len(tokens), tokens.shape[1])}
 
-    found = make_eval_step(plan, logits)(state, prompts(rows))
+    outputs = make_eval_step(plan, logits)(state, prompts(rows))
     expected = logits(model(), prompts(rows))
-    assert found["length"].tolist() == [3] * rows
-    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=2e-6, atol=1e-6)
+    assert outputs["length"].tolist() == [3] * rows
+    np.testing.assert_allclose(outputs["logits"], expected["logits"], rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.fast_cases("shard_map")
@@ -193,15 +193,15 @@ def test_a_last_batch_is_filled_with_rows_that_do_not_count(engine: str, rows: i
     filled, counted = pad_batch(plan, short, microbatches=2, rows=rows)
     assert counted.tolist() == [1.0] * 6 + [0.0] * ((rows or 8) - 6)
 
-    def loss(tree: Any, given: Any) -> Any:
-        rows, counted = given
+    def loss(tree: Any, padded: Any) -> Any:
+        rows, counted = padded
         weight = rows["mask"] * counted[:, None]
         return jnp.sum(token_losses(tree, rows) * weight), jnp.sum(weight)
 
     step = make_train_step(plan, loss, optax.sgd(1.0), microbatches=2)
-    found, gradients = step.gradients(weights, (filled, counted))
+    sharded_loss, gradients = step.gradients(weights, (filled, counted))
     expected, reference = jax.value_and_grad(quotient)(parameters(), short)
-    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=2e-6)
     assert_close(unshard(plan, gradients), reference)
 
 
@@ -246,9 +246,9 @@ def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(
     optimizer = optax.sgd(0.1)
     step = make_train_step(plan, loss, optimizer, microbatches=microbatches)
     expected_loss, expected = jax.value_and_grad(loss)(parameters(), rows, key, 2, teacher)
-    found_loss, found = step.gradients(weights, rows, shared=(key, 2, teacher))
-    np.testing.assert_allclose(found_loss, expected_loss, rtol=2e-6)
-    assert_close(unshard(plan, found), expected)
+    sharded_loss, reduced = step.gradients(weights, rows, shared=(key, 2, teacher))
+    np.testing.assert_allclose(sharded_loss, expected_loss, rtol=2e-6)
+    assert_close(unshard(plan, reduced), expected)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, key, jnp.int32(2), teacher)
     )

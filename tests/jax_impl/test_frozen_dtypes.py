@@ -100,17 +100,17 @@ def sharded(engine: str, devices: Any = 4, **options: Any) -> Any:
     return fully_shard(model(), data_parallel_mesh(devices), engine=engine, **options)
 
 
-def assert_trained(found: Any, steps: int) -> None:
+def assert_trained(weights: Any, steps: int) -> None:
     """Frozen ones to the bit."""
     expected = plainly_trained(steps)
-    assert found.keys() == expected.keys()
+    assert weights.keys() == expected.keys()
     for path, value in expected.items():
-        assert found[path].dtype == value.dtype, path
+        assert weights[path].dtype == value.dtype, path
         if is_trained(path):
             scale = float(np.max(np.abs(value)))
-            np.testing.assert_allclose(found[path], value, rtol=0, atol=2e-6 * scale, err_msg=path)
+            np.testing.assert_allclose(weights[path], value, rtol=0, atol=2e-6 * scale, err_msg=path)
         else:
-            assert np.asarray(found[path]).tobytes() == value.tobytes(), path
+            assert np.asarray(weights[path]).tobytes() == value.tobytes(), path
 
 
 SLOW = [
@@ -174,8 +174,8 @@ def test_every_bit_of_float8_passes_a_gather() -> None:
     plan, weights = fully_shard(tree, data_parallel_mesh(4), units=[], frozen=["base"], strategy="optim")
 
     def loss(tree: Any, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = jax.lax.bitcast_convert_type(tree["base"], jnp.uint8)
-        return jnp.mean(tree["w"]) * jnp.mean(rows), jnp.sum(found != bits)
+        gathered = jax.lax.bitcast_convert_type(tree["base"], jnp.uint8)
+        return jnp.mean(tree["w"]) * jnp.mean(rows), jnp.sum(gathered != bits)
 
     step = make_train_step(plan, loss, OPTIMIZER, has_aux=True)
     _, metrics = step(init_state(plan, weights, OPTIMIZER), np.ones((4, 1), np.float32))
@@ -222,13 +222,13 @@ def test_frozen_float8_of_a_stack_is_gathered_layer_by_layer() -> None:
     plan, weights = fully_shard(
         stack(), data_parallel_mesh(4), units=["layers/*"], stacked=["layers"], frozen=FROZEN
     )
-    found, gradients, _ = jax.jit(make_gradients(plan, of_stack))(weights, shard_batch(plan, rows))
+    sharded_loss, gradients, _ = jax.jit(make_gradients(plan, of_stack))(weights, shard_batch(plan, rows))
     tree = stack()["layers"]
     base = tree.pop("base")
     expected, wanted = jax.value_and_grad(
         lambda trained: of_stack({"layers": {**trained, "base": base}}, rows)
     )(tree)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-6)
     for path, value in unshard(plan, gradients).items():
         np.testing.assert_allclose(value, wanted[path.split("/")[1]], rtol=1e-5, atol=1e-6)
     assert np.asarray(unshard(plan, weights)["layers/base"]).tobytes() == np.asarray(base).tobytes()

@@ -76,7 +76,7 @@ def moments_on_host(state: TrainState) -> TrainState:
     return TrainState(state.weights, on_host(state.opt_state), state.variables)
 
 
-def kinds(tree: Any) -> list[str]:
+def memory_kinds(tree: Any) -> list[str]:
     return [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
 
 
@@ -84,8 +84,8 @@ def numbers(tree: Any) -> list[np.ndarray]:
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    for mine, theirs in zip(numbers(found), numbers(expected), strict=True):
+def assert_equal(state: Any, expected: Any) -> None:
+    for mine, theirs in zip(numbers(state), numbers(expected), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -115,17 +115,17 @@ def test_a_state_on_the_host_trains_there_to_the_same_bits_and_is_saved_and_load
         state, metrics = step(state, batch)
         assert metrics["loss"] == wanted["loss"]
     assert_equal(state, expected)
-    assert kinds(state) == kinds(move(expected))
-    assert set(kinds(expected)) == {DEVICE}
+    assert memory_kinds(state) == memory_kinds(move(expected))
+    assert set(memory_kinds(expected)) == {DEVICE}
 
     save_checkpoint(tmp_path / "a", plan, state)
-    found = load_checkpoint(tmp_path / "a", plan, optimizer, like=state).state
-    assert_equal(found, expected)
-    assert kinds(found) == kinds(state)
-    assert set(kinds(load_checkpoint(tmp_path / "a", plan, optimizer).state)) == {DEVICE}
+    loaded = load_checkpoint(tmp_path / "a", plan, optimizer, like=state).state
+    assert_equal(loaded, expected)
+    assert memory_kinds(loaded) == memory_kinds(state)
+    assert set(memory_kinds(load_checkpoint(tmp_path / "a", plan, optimizer).state)) == {DEVICE}
 
-    further, _ = step(found, batches(3)[2])
-    assert kinds(further) == kinds(state)
+    further, _ = step(loaded, batches(3)[2])
+    assert memory_kinds(further) == memory_kinds(state)
     assert_equal(further, step(expected, batches(3)[2])[0])
     assert_equal(unshard(plan, state.weights), unshard(plan, expected.weights))
 
@@ -147,13 +147,13 @@ def test_an_abstract_state_says_where_arrays_are_loaded_on_other_devices(tmp_pat
         like.variables,
     )
     loaded = load_checkpoint(tmp_path / "a", other, optimizer, like=like).state
-    assert set(kinds(loaded.weights)) == {HOST}
-    assert set(kinds((loaded.opt_state, loaded.variables))) == {DEVICE}
+    assert set(memory_kinds(loaded.weights)) == {HOST}
+    assert set(memory_kinds((loaded.opt_state, loaded.variables))) == {DEVICE}
     weights_only = load_checkpoint(tmp_path / "a", other, like=like).state
-    assert set(kinds(weights_only.weights)) == {HOST}
+    assert set(memory_kinds(weights_only.weights)) == {HOST}
     step = make_train_step(other, loss, optimizer)
     after, _ = step(loaded, batches(1)[0])
-    assert set(kinds(after.weights)) == {HOST}
+    assert set(memory_kinds(after.weights)) == {HOST}
     assert_equal(after, step(load_checkpoint(tmp_path / "a", other, optimizer).state, batches(1)[0])[0])
     with pytest.raises(ValueError, match="like: expected a state of the same plan and optimizer"):
         load_checkpoint(tmp_path / "a", plan, optimizer, like=like)
@@ -169,11 +169,11 @@ def test_a_program_around_the_steps_keeps_the_memory_of_its_state() -> None:
     rows = jax.tree.map(lambda *x: np.stack(x), *batches(2))
     scanned = jax.jit(lambda state: jax.lax.scan(step, state, rows))
     moved = moments_on_host(state)
-    found, metrics = scanned(moved)
+    after, metrics = scanned(moved)
     expected, wanted = scanned(state)
     np.testing.assert_array_equal(metrics["loss"], wanted["loss"])
-    assert_equal(found, expected)
-    assert kinds(found) == kinds(moved)
+    assert_equal(after, expected)
+    assert memory_kinds(after) == memory_kinds(moved)
 
 
 def test_bytes_on_the_host_are_no_bytes_of_the_device() -> None:
@@ -194,8 +194,8 @@ def test_bytes_on_the_host_are_no_bytes_of_the_device() -> None:
 def test_moments_are_born_on_the_device_from_weights_on_the_host() -> None:
     plan, weights = sharded("shard_map")
     state = state_of(plan, on_host(weights), optax.contrib.schedule_free_adamw(0.01))
-    assert set(kinds(state.weights)) == {HOST}
-    assert set(kinds(state.opt_state)) == {DEVICE}
+    assert set(memory_kinds(state.weights)) == {HOST}
+    assert set(memory_kinds(state.opt_state)) == {DEVICE}
 
 
 @pytest.mark.skipif(not IS_OLD, reason="the CPU compiler moves arrays between memories")

@@ -145,9 +145,9 @@ def test_training_goes_on_from_them(engine: str) -> None:
         state, metrics = make_train_step(plan, loss, optimizer)(state, rows)
         other, expected = make_train_step(other_plan, loss, optimizer)(other, rows)
         assert metrics["loss"] == expected["loss"]
-    found, reference = unshard(plan, state.weights), unshard(other_plan, other.weights)
+    trained, reference = unshard(plan, state.weights), unshard(other_plan, other.weights)
     for path, value in reference.items():
-        np.testing.assert_array_equal(found[path], value)
+        np.testing.assert_array_equal(trained[path], value)
 
 
 @pytest.mark.parametrize("program", [_on_shards, _by_parameter], ids=["shard_map", "pjit"])
@@ -163,8 +163,8 @@ def test_a_device_holds_its_shards_and_a_unit_and_sends_nothing(program: Callabl
 
     compiled = program(plan, _op_by_op(values)).lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
-        assert kind not in text
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert collective not in text
     assert memory.output_size_in_bytes < 1.1 * whole / 8
     # One of sixteen units, packed, and what the generator needs for it.
     assert memory.temp_size_in_bytes < 6 * whole / 16

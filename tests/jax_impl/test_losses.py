@@ -75,10 +75,10 @@ def sharded(engine: str, devices: int, strategy: str = "optim_grads_params") -> 
     return fully_shard(parameters(), mesh, units=["layers/*"], engine=engine, strategy=strategy)
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:
+def assert_close(arrays: Any, expected: Any, rtol: float = 2e-6) -> None:
     for path, value in by_path(expected).items():
         scale = np.max(np.abs(value))
-        np.testing.assert_allclose(found[path], value, rtol=rtol, atol=rtol * scale, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=rtol, atol=rtol * scale, err_msg=path)
 
 
 @pytest.mark.fast_cases("shard_map-no_shard-1-1", "pjit-optim-2-2", "shard_map-hfsdp-1-1")
@@ -132,16 +132,16 @@ def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str
     plan, weights = sharded(engine, 4)
     full = {**batch(), "mask": np.ones((ROWS, LENGTH), bool)}
     step = make_train_step(plan, with_statistics, optax.sgd(0.1), microbatches=microbatches, has_aux=True)
-    (loss, found), gradients = step.gradients(weights, full)
+    (loss, statistics), gradients = step.gradients(weights, full)
     (expected_loss, expected), reference = jax.value_and_grad(with_statistics, has_aux=True)(
         parameters(), full
     )
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
     assert_close(unshard(plan, gradients), reference)
-    np.testing.assert_allclose(found["inside"], expected["inside"], rtol=1e-6)
-    np.testing.assert_allclose(found["per_position"], expected["per_position"], rtol=1e-5)
-    assert found["hits"] == expected["hits"]
-    assert found["any"] == microbatches * (4 if engine == "shard_map" else 1)
+    np.testing.assert_allclose(statistics["inside"], expected["inside"], rtol=1e-6)
+    np.testing.assert_allclose(statistics["per_position"], expected["per_position"], rtol=1e-5)
+    assert statistics["hits"] == expected["hits"]
+    assert statistics["any"] == microbatches * (4 if engine == "shard_map" else 1)
     _, metrics = step(init_state(plan, weights, optax.sgd(0.1)), full)
     assert metrics.keys() == {"loss", "aux"}
     np.testing.assert_allclose(metrics["aux"]["inside"], expected["inside"], rtol=1e-6)
@@ -191,10 +191,10 @@ def test_statistics_beside_a_pair_have_its_weights(engine: str) -> None:
 
     plan, weights = sharded(engine, 4)
     step = make_train_step(plan, loss, optax.sgd(0.1), microbatches=2, has_aux=True)
-    (value, found), _ = step.gradients(weights, batch())
+    (value, statistics), _ = step.gradients(weights, batch())
     (total, weight), expected = loss(parameters(), batch())
     np.testing.assert_allclose(value, total / weight, rtol=2e-6)
-    np.testing.assert_allclose(found["inside"], expected["inside"], rtol=2e-6)
+    np.testing.assert_allclose(statistics["inside"], expected["inside"], rtol=2e-6)
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
@@ -254,9 +254,9 @@ def test_a_step_is_traced_inside_of_other_programs(engine: str) -> None:
     scanned, losses = jax.jit(lambda state, several: jax.lax.scan(step, state, several))(state, several)
     other = state
     for seed in range(3):
-        other, found = jitted(other, batch(seed))
+        other, jitted_metrics = jitted(other, batch(seed))
         state, metrics = step(state, batch(seed))
-        np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
+        np.testing.assert_allclose(jitted_metrics["loss"], metrics["loss"], rtol=1e-6)
         np.testing.assert_allclose(losses["loss"][seed], metrics["loss"], rtol=1e-6)
     for result in (scanned, other):
         assert jax.tree.map(lambda x: x.shape, result) == jax.tree.map(lambda x: x.shape, state)
@@ -275,13 +275,13 @@ def test_a_step_is_compiled_ahead_from_shapes(engine: str) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     compiled = step.lower(abstract_state(plan, optimizer), shapes).compile()
     assert compiled.memory_analysis() is not None
-    found, metrics = compiled(state, batch())
+    updated, metrics = compiled(state, batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
     _, fresh, step = stepped(engine, optimizer)
     expected, reference = step(fresh, batch())
     np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-6)
     for key in plan.arrays:
-        np.testing.assert_allclose(found.weights[key], expected.weights[key], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(updated.weights[key], expected.weights[key], rtol=1e-5, atol=1e-7)
 
 
 def test_a_step_that_donates_nothing_leaves_the_state_as_it_was() -> None:
@@ -316,6 +316,6 @@ def test_what_is_not_linear_in_its_rows_is_one_over_all_devices_by_sums_of_its_i
     for engine, axes in (("pjit", None), ("shard_map", "dp")):
         plan, weights = sharded(engine, 4)
         step = make_train_step(plan, functools.partial(spread, axes=axes), optax.sgd(1.0), equal_parts=True)
-        found, gradients = step.gradients(weights, batch())
-        np.testing.assert_allclose(found, expected, rtol=5e-6)
+        sharded_loss, gradients = step.gradients(weights, batch())
+        np.testing.assert_allclose(sharded_loss, expected, rtol=5e-6)
         assert_close(unshard(plan, gradients), reference, rtol=5e-6)

@@ -88,8 +88,8 @@ def is_trained(path: str) -> bool:
 
 
 def sharded(engine: str = "shard_map", devices: Any = 4, **options: Any) -> Any:
-    given = {"units": ["layers/*"], "frozen": FROZEN, "main_dtype": None, **options}
-    return fully_shard(model(), data_parallel_mesh(devices), engine=engine, **given)
+    options = {"units": ["layers/*"], "frozen": FROZEN, "main_dtype": None, **options}
+    return fully_shard(model(), data_parallel_mesh(devices), engine=engine, **options)
 
 
 def full_batch_gradients(parameters: dict[str, jax.Array], rows: Any) -> dict[str, jax.Array]:
@@ -138,19 +138,19 @@ def test_a_step_has_the_full_batchs_gradient_and_the_update_of_whole_weights(
     expected, update = ADAMW.init(whole), jax.jit(ADAMW.apply)
     for number in range(3):
         before = unshard(plan, state.weights)
-        found = unshard(plan, step.gradients(state.weights, batch(number))[1])
+        gradients = unshard(plan, step.gradients(state.weights, batch(number))[1])
         wanted = full_batch_gradients(before, batch(number))
-        assert found.keys() == wanted.keys() == whole.keys()
-        for path, gradient in found.items():
+        assert gradients.keys() == wanted.keys() == whole.keys()
+        for path, gradient in gradients.items():
             scale = float(jnp.max(jnp.abs(wanted[path])))
             np.testing.assert_allclose(gradient, wanted[path], rtol=0, atol=1e-5 * scale, err_msg=path)
         state, _ = step(state, batch(number))
-        whole, expected = update(found, expected, whole)
+        whole, expected = update(gradients, expected, whole)
         after = unshard(plan, state.weights)
-        for path, given in by_path(model()).items():
-            assert after[path].dtype == given.dtype, path
-            assert bits(after[path]) == bits(whole.get(path, given)), path
-            assert is_trained(path) == (bits(after[path]) != bits(given)), path
+        for path, initial in by_path(model()).items():
+            assert after[path].dtype == initial.dtype, path
+            assert bits(after[path]) == bits(whole.get(path, initial)), path
+            assert is_trained(path) == (bits(after[path]) != bits(initial)), path
 
 
 @pytest.mark.fast_cases("sgd-optimizer0")
@@ -168,9 +168,9 @@ def test_other_main_weight_optimizers_update_shards_as_whole_weights(name: str, 
     whole = {path: x for path, x in by_path(model()).items() if is_trained(path)}
     expected, update = optimizer.init(whole), jax.jit(optimizer.apply)
     for number in range(3):
-        found = unshard(plan, step.gradients(state.weights, batch(number))[1])
+        gradients = unshard(plan, step.gradients(state.weights, batch(number))[1])
         state, _ = step(state, batch(number))
-        whole, expected = update(found, expected, whole)
+        whole, expected = update(gradients, expected, whole)
         after = unshard(plan, state.weights)
         for path, value in whole.items():
             assert after[path].dtype == value.dtype
@@ -179,11 +179,11 @@ def test_other_main_weight_optimizers_update_shards_as_whole_weights(name: str, 
 
 def test_each_dtype_of_a_unit_has_an_array_and_no_element_is_widened() -> None:
     plan, weights = sharded()
-    kinds = {"": "bfloat16"}
+    dtypes = {"": "bfloat16"}
     for layer in ("layers/0", "layers/1"):
-        kinds |= {layer: "float32", f"{layer} (bfloat16)": "bfloat16", f"{layer} (float16)": "float16"}
-        kinds |= {f"{layer} (frozen, {dtype})": dtype for dtype in ("uint8", "bfloat16", "bool", "int32")}
-    assert {key: array.dtype.name for key, array in weights.items()} == kinds
+        dtypes |= {layer: "float32", f"{layer} (bfloat16)": "bfloat16", f"{layer} (float16)": "float16"}
+        dtypes |= {f"{layer} (frozen, {dtype})": dtype for dtype in ("uint8", "bfloat16", "bool", "int32")}
+    assert {key: array.dtype.name for key, array in weights.items()} == dtypes
     trained = {"bfloat16": 2 * (24 + 8) + 40, "float32": 2 * 24, "float16": 2 * 8}
     frozen = 2 * (64 + 8 * 2 + 8 + 8 * 4)
     state = init_state(plan, weights, ADAMW)
@@ -240,23 +240,23 @@ def test_gradients_of_float16_weights_overflow_no_earlier_than_their_mean(engine
     )
     rows = np.asarray([[30000.0], [32000.0], [34000.0], [36000.0]], np.float32)
     gradients = make_gradients(plan, lambda tree, rows: jnp.sum(tree["w"]) * jnp.mean(rows))
-    found = unshard(plan, jax.jit(gradients)(weights, shard_batch(plan, rows))[1])["w"]
-    assert found.dtype == jnp.float16
-    np.testing.assert_array_equal(found, np.full(4, 33000, np.float16))
+    gradient = unshard(plan, jax.jit(gradients)(weights, shard_batch(plan, rows))[1])["w"]
+    assert gradient.dtype == jnp.float16
+    np.testing.assert_array_equal(gradient, np.full(4, 33000, np.float16))
 
 
 def test_training_in_bfloat16_alone_stays_near_to_that_with_float32_main_weights() -> None:
-    found = {}
+    losses = {}
     for main in ("bfloat16", "float32"):
         plan, weights = sharded(main_dtype=main, param_dtype="bfloat16", reduce_dtype="float32")
         state, step = init_state(plan, weights, ADAMW), make_train_step(plan, loss, ADAMW)
-        found[main] = []
+        losses[main] = []
         for _ in range(20):
             state, metrics = step(state, batch(0))
-            found[main].append(float(metrics["loss"]))
-    assert found["bfloat16"][-1] < 0.7 * found["bfloat16"][0]
-    assert found["bfloat16"] != found["float32"]
-    np.testing.assert_allclose(found["bfloat16"], found["float32"], rtol=0.05)
+            losses[main].append(float(metrics["loss"]))
+    assert losses["bfloat16"][-1] < 0.7 * losses["bfloat16"][0]
+    assert losses["bfloat16"] != losses["float32"]
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path: Path, first: st
     same, _ = step(again, batch(1))
     for key, array in expected.weights.items():
         assert bits(same.weights[key]) == bits(array), key
-    moved, found = make_train_step(other, loss, ADAMW)(moved, batch(1))
-    np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
+    moved, moved_metrics = make_train_step(other, loss, ADAMW)(moved, batch(1))
+    np.testing.assert_allclose(moved_metrics["loss"], metrics["loss"], rtol=1e-6)
 
 
 def test_weights_of_another_dtype_are_cast_only_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -411,8 +411,8 @@ def test_what_has_no_right_meaning_is_refused(dtype: str, options: Any, message:
 def test_integers_of_numpy_are_as_wide_as_jax_has_them() -> None:
     tree = {"low": np.array([-128, 3], np.int8), "order": np.arange(7), "w": np.ones((4, 4))}
     plan, weights = fully_shard(tree, data_parallel_mesh(2), units=[], frozen=["low", "order"])
-    found = {path: info.dtype.name for path, info in plan.parameters.items()}
-    assert found == {"low": "int8", "order": "int32", "w": "float32"}
+    dtypes = {path: info.dtype.name for path, info in plan.parameters.items()}
+    assert dtypes == {"low": "int8", "order": "int32", "w": "float32"}
     # The magnitude of the least integer is none of its dtype.
     assert parameter_norms(plan, weights, norm_type=np.inf)["low"] == 128
     np.testing.assert_array_equal(unshard(plan, weights)["order"], np.arange(7))
@@ -461,11 +461,11 @@ def test_an_nnx_model_has_frozen_integers(recompute: Any) -> None:
     plan, weights = fully_shard(
         tables(), data_parallel_mesh(4), frozen=["*/order"], recompute=recompute, param_dtype="float32"
     )
-    found, gradients, _ = jax.jit(make_gradients(plan, of))(weights, shard_batch(plan, rows))
+    sharded_loss, gradients, _ = jax.jit(make_gradients(plan, of))(weights, shard_batch(plan, rows))
     graph, trained, rest = nnx.split(tables(), lambda path, _: path[-1] in ("kernel", "bias"), ...)
     trained = jax.tree.map(lambda x: x.astype(jnp.float32), trained)
     expected, wanted = jax.value_and_grad(lambda trained: of(nnx.merge(graph, trained, rest), rows))(trained)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-6)
     assert unshard(plan, gradients).keys() == by_path(nnx.to_pure_dict(wanted)).keys()
     for path, value in by_path(nnx.to_pure_dict(wanted)).items():
         np.testing.assert_allclose(unshard(plan, gradients)[path], value, rtol=1e-5, atol=1e-6)
@@ -495,7 +495,7 @@ def test_a_linen_model_has_frozen_integers() -> None:
     def of(params: Any, rows: jax.Array) -> jax.Array:
         return jnp.mean(apply_linen(module, {"params": params}, rows) ** 2)
 
-    found, gradients, _ = jax.jit(make_gradients(plan, of))(weights, shard_batch(plan, rows))
+    sharded_loss, gradients, _ = jax.jit(make_gradients(plan, of))(weights, shard_batch(plan, rows))
     whole = by_path(params)
     trained = {path: x.astype(jnp.float32) for path, x in whole.items() if x.dtype == jnp.bfloat16}
     structure = jax.tree.structure(params)
@@ -504,7 +504,7 @@ def test_a_linen_model_has_frozen_integers() -> None:
         return of(jax.tree.unflatten(structure, [trained.get(path, x) for path, x in whole.items()]), rows)
 
     expected, wanted = jax.value_and_grad(of_trained)(trained)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-6)
     assert unshard(plan, gradients).keys() == wanted.keys()
     for path, value in unshard(plan, gradients).items():
         np.testing.assert_allclose(value, wanted[path], rtol=1e-5, atol=1e-6)
@@ -533,13 +533,13 @@ def test_integers_of_a_stack_are_gathered_layer_by_layer(prefetch: int) -> None:
         prefetch=prefetch,
         **FLOATS,
     )
-    found, gradients, _ = jax.jit(make_gradients(plan, of_stack))(weights, shard_batch(plan, rows))
+    sharded_loss, gradients, _ = jax.jit(make_gradients(plan, of_stack))(weights, shard_batch(plan, rows))
     tree = stack()["layers"]
     names = ("down", "up", "shift", "gain")
     expected, wanted = jax.value_and_grad(lambda own: of_stack({"layers": {**tree, **own}}, rows))(
         {name: tree[name].astype(jnp.float32) for name in names}
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-6)
     for path, value in unshard(plan, gradients).items():
         np.testing.assert_allclose(value, wanted[path.split("/")[1]], rtol=1e-5, atol=1e-6)
     for path, value in unshard(plan, weights).items():
@@ -558,8 +558,8 @@ def test_an_optax_optimizer_runs_on_half_precision_shards_as_on_parameters() -> 
             make_train_step(plan, loss, optimizer, donate=False),
         )
         whole = {path: x for path, x in by_path(model()).items() if is_trained(path)}
-        found = unshard(plan, step.gradients(state.weights, batch(0))[1])
-        updates, _ = jax.jit(optimizer.update)(found, optimizer.init(whole), whole)
+        gradients = unshard(plan, step.gradients(state.weights, batch(0))[1])
+        updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(whole), whole)
         after = unshard(plan, step(state, batch(0))[0].weights)
         expected = optax.apply_updates(whole, updates)
         assert all(after[path].dtype == value.dtype for path, value in expected.items())

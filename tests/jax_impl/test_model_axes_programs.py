@@ -99,7 +99,7 @@ def both(
     **options: Any,
 ) -> None:
     """Steps on 2 x 2 devices equal those on 2 without the model axis."""
-    found = []
+    weights = []
     for tensors in (2, 1):
         plan, state = planned(make, tensors, optimizer, **options)
         step = make_train_step(plan, loss, optimizer)
@@ -111,9 +111,11 @@ def both(
                 state, _ = step(state, ROWS)
         for value in state.variables.values():
             assert value.sharding.is_fully_replicated
-        found.append({p: x for p, x in unshard(plan, state).items() if jnp.issubdtype(x.dtype, jnp.floating)})
-    for path, value in found[1].items():
-        np.testing.assert_allclose(found[0][path], value, rtol=0, atol=tolerance, err_msg=path)
+        weights.append(
+            {p: x for p, x in unshard(plan, state).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        )
+    for path, value in weights[1].items():
+        np.testing.assert_allclose(weights[0][path], value, rtol=0, atol=tolerance, err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,8 @@ def test_a_program_of_a_whole_step_is_compiled_ahead() -> None:
         _, expected = step(state, ROWS)
         shapes = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)
         compiled = step.lower(abstract_state(plan, optimizer), shapes).compile()
-        after, found = compiled(state, shard_batch(plan, ROWS))
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-12)
+        after, metrics = compiled(state, shard_batch(plan, ROWS))
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-12)
         for key, array in after.weights.items():
             plan.check_array(key, array)
 
@@ -205,12 +207,12 @@ def test_what_is_not_finite_is_found_in_its_own_rows(engine: str) -> None:
         plan, state = planned(Plain, 2, optax.sgd(0.1), engine=engine)
         values = {path: np.array(x) for path, x in unshard(plan, state.weights).items()}
         values["layers/1/down/kernel"][11, 3] = np.nan
-        (found,) = find_nonfinite(plan, shard_weights(plan, values))
-        assert (found.name, found.nan, found.rows) == ("layers/1/down/kernel", 1, ((11,),))
+        (report,) = find_nonfinite(plan, shard_weights(plan, values))
+        assert (report.name, report.nan, report.rows) == ("layers/1/down/kernel", 1, ((11,),))
 
         def broken(model: Any, rows: jax.Array) -> jax.Array:
             return jnp.mean(jnp.log(model(rows) * 0 - 1))
 
         with watch_nonfinite_outputs(plan) as outputs:
             make_train_step(plan, broken, optax.sgd(0.1))(state, ROWS)
-        assert [(one.unit, len(one.devices)) for one in outputs] == [("", 4)]
+        assert [(report.unit, len(report.devices)) for report in outputs] == [("", 4)]

@@ -24,8 +24,8 @@ def abstract_decoder() -> Decoder:
     ],
 )
 def test_shipped_policies_fit_the_decoder(name: str, axes: list[str], units: list[str]) -> None:
-    found = nnx.iter_modules(abstract_decoder())
-    paths = [".".join(map(str, key)) for key, module in found if not isinstance(module, nnx.List)]
+    modules = nnx.iter_modules(abstract_decoder())
+    paths = [".".join(map(str, key)) for key, module in modules if not isinstance(module, nnx.List)]
     policy = ShardingPolicy.load(name)
     assert policy.source == f"{name}.toml"
     assert list(policy.units_of(paths)) == units
@@ -51,8 +51,8 @@ def test_remainders_change_nothing_where_nothing_is_stored_twice() -> None:
     text = "[precision]\ncompute = 'bfloat16'\n[[unit]]\nmatch = ''\nstrategy = 'optim'\n"
     asked = text.replace("[[unit]]", "store_param_remainders = true\n[[unit]]")
     plans = [
-        plan_sharding(abstract_decoder(), data_parallel_mesh(2), ShardingPolicy.parse(one, "mine"))
-        for one in (text, asked)
+        plan_sharding(abstract_decoder(), data_parallel_mesh(2), ShardingPolicy.parse(toml, "mine"))
+        for toml in (text, asked)
     ]
     assert plans[0] == plans[1]
     assert str(plans[0]) == str(plans[1])

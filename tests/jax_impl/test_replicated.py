@@ -76,8 +76,8 @@ def plainly_trained(steps: int) -> dict[str, jax.Array]:
 
 
 def sharded(engine: str = "shard_map", devices: Any = 4, **options: Any) -> Any:
-    given = {"units": ["layers/*"], "replicated": ["*/gate"], **options}
-    return fully_shard(model(), data_parallel_mesh(devices), engine=engine, **given)
+    options = {"units": ["layers/*"], "replicated": ["*/gate"], **options}
+    return fully_shard(model(), data_parallel_mesh(devices), engine=engine, **options)
 
 
 def keys_of(plan: Any) -> list[str]:
@@ -115,16 +115,16 @@ def test_they_are_gathered_never_and_reduced_once_a_step() -> None:
         plan, weights = sharded(align=1, **options)
         return count_collectives(make_gradients(plan, loss, 2), weights, shard_batch(plan, batch(0), 2))
 
-    found, without = counts(), counts(replicated=[])
-    for kind in ("all_gather", "reduce_scatter"):
+    with_gates, without = counts(), counts(replicated=[])
+    for operation in ("all_gather", "reduce_scatter"):
         sizes = [
-            sum(call.size * times for call, times in one.items() if call.kind == kind)
-            for one in (found, without)
+            sum(call.size * times for call, times in counted.items() if call.kind == operation)
+            for counted in (with_gates, without)
         ]
         # Two units and two microbatches; gathers are in forward and in backward.
-        passes = 2 * 2 * (2 if kind == "all_gather" else 1)
-        assert sizes[1] - sizes[0] == passes * WIDTH, kind
-    reduced = [call.size for call in found.elements() if call.kind == "psum" and call.size > 1]
+        passes = 2 * 2 * (2 if operation == "all_gather" else 1)
+        assert sizes[1] - sizes[0] == passes * WIDTH, operation
+    reduced = [call.size for call in with_gates.elements() if call.kind == "psum" and call.size > 1]
     assert reduced == [WIDTH, WIDTH]
 
 
@@ -147,8 +147,8 @@ def test_the_report_has_their_own_strategy_on_their_rows(engine: str) -> None:
     by_unit = {unit.name: unit for unit in layout_report(plan).units}
     for name in ("layers/0", "layers/1"):
         assert by_unit[name].strategy == "optim"
-        found = {group.parameters: (group.strategy, group.num_shards) for group in by_unit[name].groups}
-        assert found == {(f"{name}/w",): ("optim", 4), (f"{name}/gate",): ("no_shard", 1)}
+        groups = {group.parameters: (group.strategy, group.num_shards) for group in by_unit[name].groups}
+        assert groups == {(f"{name}/w",): ("optim", 4), (f"{name}/gate",): ("no_shard", 1)}
     assert [line.count("no_shard") for line in str(plan).splitlines()[2:]] == [0, 1, 0, 0]
 
 

@@ -36,11 +36,11 @@ def gradients_of(model, loss_fn, batch, *, devices=2, microbatches=1, **keywords
     return unshard(plan, buffers), named(reference)
 
 
-def assert_close(found, expected):
-    assert list(found) == list(expected)
+def assert_close(arrays, expected):
+    assert list(arrays) == list(expected)
     for path, value in expected.items():
         scale = np.abs(value).max(initial=0)
-        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=2e-6 * scale + 1e-12, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=1e-4, atol=2e-6 * scale + 1e-12, err_msg=path)
 
 
 class Shared(nnx.Module):
@@ -82,12 +82,12 @@ def rows(count):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_may_be_nested_reused_unused_and_called_with_flags_and_trees(strategy):
     keywords = {"strategy": strategy, "units": ["cell", "cell/inner", "unused"]}
-    found, expected = gradients_of(
+    gradients, expected = gradients_of(
         Shared(nnx.Rngs(0)), mean_square, rows(12), devices=3, microbatches=2, **keywords
     )
-    assert_close(found, expected)
-    assert not np.any(found["unused/kernel"])
-    assert np.any(found["cell/inner/kernel"])
+    assert_close(gradients, expected)
+    assert not np.any(gradients["unused/kernel"])
+    assert np.any(gradients["cell/inner/kernel"])
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_a_root_that_owns_nothing_and_more_devices_than_rows_work(strategy):
     units = ["embed", "layers/*", "norm", "lm_head"]
     plan, _ = fully_shard(model, data_parallel_mesh(8), strategy=strategy, units=units)
     assert plan.units[""].module.parameters == ()
-    found, expected = gradients_of(model, loss, tokens(8), devices=8, strategy=strategy, units=units)
-    assert_close(found, expected)
+    gradients, expected = gradients_of(model, loss, tokens(8), devices=8, strategy=strategy, units=units)
+    assert_close(gradients, expected)
 
 
 def test_a_model_without_inner_units_is_one_unit():
-    found, expected = gradients_of(decoder(), loss, tokens(4), units=[])
-    assert_close(found, expected)
+    gradients, expected = gradients_of(decoder(), loss, tokens(4), units=[])
+    assert_close(gradients, expected)
 
 
 def test_any_optax_transformation_can_be_the_optimizer():
@@ -125,9 +125,9 @@ def test_any_optax_transformation_can_be_the_optimizer():
     for _ in range(3):
         state, _ = step(state, batch)
         expected, opt_state = plain(expected, opt_state)
-    found = unshard(plan, state.weights)
+    trained = unshard(plan, state.weights)
     for path, value in named(expected).items():
-        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(trained[path], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -241,7 +241,7 @@ def test_microbatch_k_is_the_kth_contiguous_part_of_the_ranks_rows(strategy):
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("batch", "dimensions"),
     [
         (tokens(5), r"\[\(5,\)\]"),
         (tokens(0), r"\[\(0,\)\]"),
@@ -249,9 +249,9 @@ def test_microbatch_k_is_the_kth_contiguous_part_of_the_ranks_rows(strategy):
         (np.float32(1), r"\[\(\)\]"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_what_is_expected(batch, found):
+def test_a_batch_that_does_not_divide_is_refused_with_what_is_expected(batch, dimensions):
     plan, _ = fully_shard(decoder(), data_parallel_mesh(2))
-    message = rf"positive multiple of 6 \(2 devices x 3 microbatches\), got first dimensions {found}"
+    message = rf"positive multiple of 6 \(2 devices x 3 microbatches\), got first dimensions {dimensions}"
     with pytest.raises(ValueError, match=message):
         shard_batch(plan, batch, 3)
 
@@ -271,7 +271,9 @@ def test_lowered_programs_are_those_that_a_step_runs(engine):
     state = init_state(plan, weights, optimizer)
     batch = shard_batch(plan, tokens(4), 2)
     shapes = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding)
-    first, second = (one.compile() for one in step.lower_programs(abstract_state(plan, optimizer), shapes))
+    first, second = (
+        program.compile() for program in step.lower_programs(abstract_state(plan, optimizer), shapes)
+    )
     parts, gradients, _ = first(state.weights, batch, state.variables, ())
     for key, array in gradients.items():
         assert array.sharding.is_equivalent_to(plan.sharding(key), array.ndim), key

@@ -30,12 +30,12 @@ def odd_sizes() -> dict[str, Any]:
     return {"layers": [{"w": jnp.ones((5, 7)), "b": jnp.ones(8)}], "head": jnp.ones((3, 7))}
 
 
-def places(call: Callable[[], object], message: str) -> list[str]:
+def files(call: Callable[[], object], message: str) -> list[str]:
     """The files that the warnings of ``call`` with this message point at."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [one.filename for one in caught if message in str(one.message)]
+    return [warning.filename for warning in caught if message in str(warning.message)]
 
 
 PJIT: dict[str, Any] = {"engine": "pjit", "units": []}
@@ -48,18 +48,18 @@ PLANS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_of_whole_parameters_where_a_plan_is_made(name: str) -> None:
-    assert places(PLANS[name], "pjit engine: no dimension") == [__file__]
+    assert files(PLANS[name], "pjit engine: no dimension") == [__file__]
 
 
 def test_of_whole_parameters_where_a_policy_is_applied() -> None:
     policy = ShardingPolicy.load("fsdp")
-    assert places(lambda: policy.apply(odd_sizes(), **PJIT), "pjit engine: no dimension") == [__file__]
+    assert files(lambda: policy.apply(odd_sizes(), **PJIT), "pjit engine: no dimension") == [__file__]
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_of_simulated_devices_without_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    assert places(PLANS[name], "without the XLA flags of simulate_devices") == [__file__]
+    assert files(PLANS[name], "without the XLA flags of simulate_devices") == [__file__]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -67,13 +67,13 @@ def test_of_whole_moments(tmp_path: Path, *, strict: bool) -> None:
     plan, weights = fully_shard(odd_sizes(), data_parallel_mesh(4), units=["layers/*"])
     message = "moments are whole on every device"
     optimizer = optax.lamb(0.1)
-    assert places(lambda: init_state(plan, weights, optimizer), message) == [__file__]
+    assert files(lambda: init_state(plan, weights, optimizer), message) == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Of another optimizer: not strict, the moments are fresh.
         saved = optimizer if strict else optax.sgd(0.1)
         save_checkpoint(tmp_path / "c", plan, init_state(plan, weights, saved))
-    assert places(lambda: load_checkpoint(tmp_path / "c", plan, optimizer, strict=strict), message) == [
+    assert files(lambda: load_checkpoint(tmp_path / "c", plan, optimizer, strict=strict), message) == [
         __file__
     ]
 
@@ -81,7 +81,7 @@ def test_of_whole_moments(tmp_path: Path, *, strict: bool) -> None:
 def test_of_variables_that_training_changes() -> None:
     plan, weights = fully_shard(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), data_parallel_mesh(2), units=[])
     parameters = unshard(plan, weights)
-    assert places(lambda: plan.merge(parameters), "plan.merge") == [__file__]
+    assert files(lambda: plan.merge(parameters), "plan.merge") == [__file__]
 
 
 def test_of_a_context_in_which_no_step_ran() -> None:
@@ -91,11 +91,11 @@ def test_of_a_context_in_which_no_step_ran() -> None:
         with watch_nonfinite_outputs(plan):
             pass
 
-    assert places(watch, "saw none") == [__file__]
+    assert files(watch, "saw none") == [__file__]
 
 
 def test_of_a_checkpoint_without_commit_file(tmp_path: Path) -> None:
     plan, weights = fully_shard(odd_sizes(), data_parallel_mesh(2))
     save_checkpoint(tmp_path / "c", plan, init_state(plan, weights, optax.sgd(0.1)))
     (tmp_path / "c" / "commit_success.txt").unlink()
-    assert places(lambda: load_checkpoint(tmp_path / "c", plan), "commit_success") == [__file__]
+    assert files(lambda: load_checkpoint(tmp_path / "c", plan), "commit_success") == [__file__]

@@ -93,9 +93,9 @@ def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one_while_steps_
             release()
             save.wait()
     assert_same_files(tmp_path / "now" / "1", tmp_path / "later" / "1")
-    one, other = (load_checkpoint(tmp_path / name, plan, runs.OPTIMIZER).state for name in ("now", "later"))
-    assert np.array_equal(runs.forward(plan, one), runs.forward(plan, other))
-    steps = [runs.train(loaded, *case, first=1, count=1) for loaded in (one, other)]
+    now, later = (load_checkpoint(tmp_path / name, plan, runs.OPTIMIZER).state for name in ("now", "later"))
+    assert np.array_equal(runs.forward(plan, now), runs.forward(plan, later))
+    steps = [runs.train(loaded, *case, first=1, count=1) for loaded in (now, later)]
     assert steps[0][1] == steps[1][1]
     runs.assert_same_bits(runs.logical(plan, steps[0][0]), runs.logical(plan, steps[1][0]))
 
@@ -175,11 +175,11 @@ def test_two_processes_write_the_files_of_a_synchronous_save_while_steps_go_on(
 
 def test_an_error_in_the_background_is_raised_on_all_processes(group: Group, tmp_path: Path) -> None:
     answers = group.run(jobs.fail, path=str(tmp_path / "run"), process=1)
-    for found in answers:
-        assert "No space left on device" in found["wait"]
-        assert "the asynchronous save of" in found["next"]
-        assert str(tmp_path / "run" / "2") in found["next"]
-        assert (found["left"], found["steps"]) == ([], [4])
+    for answer in answers:
+        assert "No space left on device" in answer["wait"]
+        assert "the asynchronous save of" in answer["next"]
+        assert str(tmp_path / "run" / "2") in answer["next"]
+        assert (answer["left"], answer["steps"]) == ([], [4])
     assert "process 1: OSError" in answers[0]["wait"]
 
 
@@ -188,4 +188,4 @@ def test_two_processes_go_on_from_the_latest_step(group: Group, tmp_path: Path) 
     first = group.run(jobs.managed_run, path=str(tmp_path / "b"), first=0, last=3)[0]
     rest = group.run(jobs.managed_run, path=str(tmp_path / "b"), first=3, last=5)
     assert first["losses"] + rest[0]["losses"] == whole["losses"]
-    assert [(found["steps"], found["best"]) for found in rest] == [([1, 4, 5], 1)] * 2
+    assert [(answer["steps"], answer["best"]) for answer in rest] == [([1, 4, 5], 1)] * 2

@@ -59,13 +59,13 @@ def test_tensors_are_logical_and_named_by_parameter(saved: tuple[Path, dict[str,
         names = {name for name in reader.tensors if not name.startswith("train/")}
         assert names == {
             "opt_state/count",
-            *(f"{kind}/{p}" for kind in ("params", "opt_state/mu", "opt_state/nu") for p in parameters),
+            *(f"{prefix}/{p}" for prefix in ("params", "opt_state/mu", "opt_state/nu") for p in parameters),
         }
         assert reader.tensors["params/layers/0/attention/query/kernel"].shape == (13, 4, 6)
         assert reader.tensors["opt_state/count"].dtype == np.int32
         assert len(reader.tensors["params/layers/0/mlp/down/kernel"].chunks) > 2
         runs.assert_same_bits({name: reader.read(name) for name in names}, expected)
-        moments = [reader.read(f"opt_state/{kind}/norm/scale") for kind in ("mu", "nu")]
+        moments = [reader.read(f"opt_state/{moment}/norm/scale") for moment in ("mu", "nu")]
         assert not np.array_equal(*moments)
 
 
@@ -91,10 +91,10 @@ def test_stock_orbax_restores_it_onto_any_number_of_devices(
     target = jax.tree.map(like, runs.nested(expected)) | {"train": train}
     if api == "v0":
         with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore(path, target)
+            restored = checkpointer.restore(path, target)
     else:
-        found = v1.load(path, target)
-    stock = {"/".join(key.key for key in keys): value for keys, value in jax.tree.leaves_with_path(found)}
+        restored = v1.load(path, target)
+    stock = {"/".join(key.key for key in keys): value for keys, value in jax.tree.leaves_with_path(restored)}
     assert stock["train/data/seed"] == 2**40 + 5
     runs.assert_same_bits({name: stock[name] for name in expected}, expected)
 
@@ -173,8 +173,8 @@ def test_weights_alone_can_be_loaded(saved: tuple[Path, dict[str, np.ndarray]]) 
     plan = runs.plan_of(2)
     loaded = load_checkpoint(path, plan)
     assert loaded.state.opt_state is None
-    found = {f"params/{p}": v for p, v in unshard(plan, loaded.state.weights).items()}
-    runs.assert_same_bits(found, {name: v for name, v in expected.items() if name.startswith("params/")})
+    weights = {f"params/{p}": v for p, v in unshard(plan, loaded.state.weights).items()}
+    runs.assert_same_bits(weights, {name: v for name, v in expected.items() if name.startswith("params/")})
     runs.train(init_state(plan, loaded.state.weights, runs.OPTIMIZER), 2, runs.DEFAULT, first=0, count=1)
 
 

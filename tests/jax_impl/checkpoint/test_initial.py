@@ -108,7 +108,7 @@ def test_moments_of_weights_that_are_the_callers_are_fresh(tmp_path: Path) -> No
     loaded = load_checkpoint(path, plan, OPTIMIZER, strict=False, initial=initial)
     assert set(loaded.fresh) == {"params/head", "opt_state/mu/head", "opt_state/nu/head"}
     expected = tensors | {"params/head": parameters()["head"]}
-    expected |= {f"opt_state/{kind}/head": np.zeros((8, 1), np.float32) for kind in ("mu", "nu")}
+    expected |= {f"opt_state/{moment}/head": np.zeros((8, 1), np.float32) for moment in ("mu", "nu")}
     runs.assert_same_bits(runs.logical(plan, loaded.state), expected)
 
 

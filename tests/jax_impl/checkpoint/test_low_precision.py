@@ -54,44 +54,44 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.fast_cases("5-bfloat16")
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 def test_payload_and_scales_are_the_same_bytes_on_other_devices(
-    tmp_path: Path, other: int, kind: str
+    tmp_path: Path, other: int, dtype: str
 ) -> None:
     here, there = CASES[0], CASES[other]
     plan, target = runs.plan_of(*here), runs.plan_of(*there)
-    state = trained(here, kind)
+    state = trained(here, dtype)
     save_checkpoint(tmp_path / "a", plan, state)
-    loaded = load_checkpoint(tmp_path / "a", target, optimizer(kind)).state
+    loaded = load_checkpoint(tmp_path / "a", target, optimizer(dtype)).state
     save_checkpoint(tmp_path / "b", target, loaded)
     runs.assert_same_bits(read(tmp_path / "b"), read(tmp_path / "a"))
-    for found, expected in zip(
-        jax.tree.leaves(loaded), jax.tree.leaves(abstract_state(target, optimizer(kind))), strict=True
+    for leaf, expected in zip(
+        jax.tree.leaves(loaded), jax.tree.leaves(abstract_state(target, optimizer(dtype))), strict=True
     ):
-        assert (found.shape, found.dtype, found.sharding) == (
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (
             expected.shape,
             expected.dtype,
             expected.sharding,
         )
     # All that a device has, padding and rows that several devices have too.
-    back = load_checkpoint(tmp_path / "b", plan, optimizer(kind)).state
-    for found, expected in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    back = load_checkpoint(tmp_path / "b", plan, optimizer(dtype)).state
+    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
     # It is ready to train.
-    runs.train(loaded, *there, first=2, count=1, optimizer=optimizer(kind))
+    runs.train(loaded, *there, first=2, count=1, optimizer=optimizer(dtype))
 
 
 @pytest.mark.slow
 def test_stacks_and_their_vectors_are_kept(tmp_path: Path) -> None:
-    kind, here, there = (
+    dtype, here, there = (
         "float8_e4m3fn",
         (2, runs.DEFAULT, "shard_map", "stacked"),
         (3, "optim", "pjit", "stacked"),
     )
-    state = trained(here, kind)
+    state = trained(here, dtype)
     save_checkpoint(tmp_path / "a", runs.plan_of(*here), state)
-    loaded = load_checkpoint(tmp_path / "a", runs.plan_of(*there), optimizer(kind)).state
+    loaded = load_checkpoint(tmp_path / "a", runs.plan_of(*there), optimizer(dtype)).state
     save_checkpoint(tmp_path / "b", runs.plan_of(*there), loaded)
     tensors = read(tmp_path / "a")
     runs.assert_same_bits(read(tmp_path / "b"), tensors)
@@ -120,13 +120,13 @@ def test_stock_orbax_reads_values_and_scales_under_their_names(tmp_path: Path) -
             assert scale is None
 
 
-@pytest.mark.parametrize(("kind", "size"), [(None, 12), ("bfloat16", 8), ("float8_e4m3fn", 6)])
+@pytest.mark.parametrize(("dtype", "size"), [(None, 12), ("bfloat16", 8), ("float8_e4m3fn", 6)])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
-def test_bytes_at_rest(engine: str, kind: str | None, size: int) -> None:
+def test_bytes_at_rest(engine: str, dtype: str | None, size: int) -> None:
     """Of weights and moments 4 bytes and twice those of the format an element, but of vectors; 8 of scales a row."""
     case = (2, runs.DEFAULT, engine)
     plan = runs.plan_of(*case)
-    state = runs.fresh(*case, optimizer=optimizer(kind))
+    state = runs.fresh(*case, optimizer=optimizer(dtype))
     devices = memory_report(plan, state).devices
     total = sum(sum(x.data.nbytes for x in leaf.addressable_shards) for leaf in jax.tree.leaves(state))
     assert sum(device.total for device in devices) == total
@@ -135,8 +135,8 @@ def test_bytes_at_rest(engine: str, kind: str | None, size: int) -> None:
     copies = {path: 2 if path in plan.whole_parameters else 1 for path in shapes}
     expected = 0
     for path, shape in shapes.items():
-        vectors = kind == "float8_e4m3fn" and len(shape) == 1
-        rows = 0 if kind != "float8_e4m3fn" or vectors else math.prod(shape[:-1])
+        vectors = dtype == "float8_e4m3fn" and len(shape) == 1
+        rows = 0 if dtype != "float8_e4m3fn" or vectors else math.prod(shape[:-1])
         # Of rows that the pjit engine cuts, each device has all scales.
         whole = engine == "pjit" and plan.logical[path].dimension in (None, len(shape) - 1)
         expected += copies[path] * math.prod(shape) * (12 if vectors else size) + 8 * rows * (
@@ -168,15 +168,15 @@ def test_moments_of_another_format_are_refused_or_converted(
     loaded = load_checkpoint(tmp_path / "a", target, optimizer(*after), moments="convert", strict=strict)
     assert not loaded.fresh
     save_checkpoint(tmp_path / "b", target, loaded.state)
-    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
-    assert found["opt_state/count"] == 2
+    saved, converted = read(tmp_path / "a"), read(tmp_path / "b")
+    assert converted["opt_state/count"] == 2
     for name, (old, new) in {"mu": (before[0], after[0]), "nu": (before[1], after[1])}.items():
         for path in plan.parameters:
             key = f"opt_state/{name}/{path}"
             if old == new:
-                assert found[key].tobytes() == saved[key].tobytes()
+                assert converted[key].tobytes() == saved[key].tobytes()
             # Rows of a float8 moment are within a spacing of their largest element's.
-            exact, stored = (decoded(arrays, name, path) for arrays in (saved, found))
+            exact, stored = (decoded(arrays, name, path) for arrays in (saved, converted))
             spacing = {"float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2, "bfloat16": 2**-8}.get(new, 2**-10)
             least = np.abs(exact).max(-1, keepdims=True) * 2.0**-14
             assert np.all(np.abs(stored - exact) <= spacing * np.maximum(np.abs(exact), least)), key
@@ -194,8 +194,8 @@ def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
     ("engine", "before", "after"), [("shard_map", None, "float8_e4m3fn"), ("pjit", "float16", None)]
 )
 def test_muons_moments_are_converted(tmp_path: Path, before: Any, after: Any, engine: str) -> None:
-    def muon(kind: Any) -> Any:
-        return main_weight_muon(1e-2, momentum_dtype=kind, mu_dtype=kind, nu_dtype=kind)
+    def muon(dtype: Any) -> Any:
+        return main_weight_muon(1e-2, momentum_dtype=dtype, mu_dtype=dtype, nu_dtype=dtype)
 
     here: Any = (2, runs.DEFAULT, engine)
     plan = runs.plan_of(*here)
@@ -205,11 +205,11 @@ def test_muons_moments_are_converted(tmp_path: Path, before: Any, after: Any, en
     loaded = load_checkpoint(tmp_path / "a", plan, muon(after), moments="convert")
     assert not loaded.fresh
     save_checkpoint(tmp_path / "b", plan, loaded.state)
-    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
+    saved, converted = read(tmp_path / "a"), read(tmp_path / "b")
     traces = [name.removeprefix("opt_state/trace/") for name in saved if name.startswith("opt_state/trace/")]
     assert traces
     for path in traces:
-        exact, stored = (decoded(arrays, "trace", path) for arrays in (saved, found))
+        exact, stored = (decoded(arrays, "trace", path) for arrays in (saved, converted))
         largest = np.abs(exact).max(-1, keepdims=True)
         assert np.all(largest > 0)
         np.testing.assert_allclose(stored / largest, exact / largest, atol=2**-4 if after else 1e-6)
@@ -218,14 +218,14 @@ def test_muons_moments_are_converted(tmp_path: Path, before: Any, after: Any, en
 
 @pytest.mark.slow
 def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> None:
-    def chain(kind: Any) -> Any:
-        return optax.chain(optax.clip(1.0), main_weight_adamw(1e-2, mu_dtype=kind, nu_dtype=kind))
+    def chain(dtype: Any) -> Any:
+        return optax.chain(optax.clip(1.0), main_weight_adamw(1e-2, mu_dtype=dtype, nu_dtype=dtype))
 
     case: Any = (2, runs.DEFAULT, "pjit")
     plan = runs.plan_of(*case)
-    for kind in (None, "float8_e4m3fn"):
-        state = runs.fresh(*case, optimizer=chain(kind))
-        save_checkpoint(tmp_path / str(kind), plan, state)
+    for dtype in (None, "float8_e4m3fn"):
+        state = runs.fresh(*case, optimizer=chain(dtype))
+        save_checkpoint(tmp_path / str(dtype), plan, state)
     loaded = load_checkpoint(tmp_path / "float8_e4m3fn", plan, chain("float8_e4m3fn"), moments="convert")
     assert not loaded.fresh
     for strict in (True, False):
@@ -254,9 +254,9 @@ def test_without_strictness_moments_of_another_format_are_fresh(tmp_path: Path) 
     # Where there is another chain of moments, too, they are found and converted.
     loaded = load_checkpoint(tmp_path / "a", plan, optax.adamw(1e-2), strict=False, moments="convert")
     save_checkpoint(tmp_path / "b", plan, loaded.state)
-    saved, found = read(tmp_path / "a"), read(tmp_path / "b")
+    saved, converted = read(tmp_path / "a"), read(tmp_path / "b")
     for path in plan.parameters:
-        np.testing.assert_allclose(found[f"opt_state/0/nu/{path}"], decoded(saved, "nu", path), rtol=1e-6)
+        np.testing.assert_allclose(converted[f"opt_state/0/nu/{path}"], decoded(saved, "nu", path), rtol=1e-6)
     assert not {name for name in loaded.fresh if "/mu/" in name or "/nu/" in name}
 
 

@@ -58,9 +58,9 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
     _, expected = runs.train(state, *case, first=2, count=1, optimizer=made)
     pending.wait()
     convert(tmp_path / "plain", tmp_path / "converted", to="orbax", mapping=mapping, into="torch")
-    for found in ("mapped", "async"):
-        assert_same_checkpoints(tmp_path / found, tmp_path / "converted")
-        assert not verify(tmp_path / found).problems
+    for name in ("mapped", "async"):
+        assert_same_checkpoints(tmp_path / name, tmp_path / "converted")
+        assert not verify(tmp_path / name).problems
     # Scales of this run's own rows come back, so moments are the optimizer's own.
     for path in ("mapped", "plain"):
         loaded = load_checkpoint(tmp_path / path, plan, made, mapping=mapping)
@@ -106,8 +106,8 @@ def as_torch_stores_it(path: Path, new: Path) -> None:
                 scale[scale == 0] = 1
                 arrays = {info.path: (values / scale).astype(ml_dtypes.float8_e4m3fn)}
                 arrays[(*info.path[:-1], f"{last}_scale")] = scale
-            for place, array in arrays.items():
-                added = writer.add_tensor(place, array.shape, array.dtype)
+            for tensor_path, array in arrays.items():
+                added = writer.add_tensor(tensor_path, array.shape, array.dtype)
                 for box in added.chunks:
                     writer.write(added.name, box, array[box.slices()])
 
@@ -128,16 +128,16 @@ def test_moments_with_torchs_scales_are_decoded(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=r'moments="convert"'):
                 load_checkpoint(tmp_path / path, plan, made, **options)
         loaded = load_checkpoint(tmp_path / path, plan, wide, moments="convert", **options)
-        found = runs.logical(plan, loaded.state)
+        tensors = runs.logical(plan, loaded.state)
         with open_checkpoint(tmp_path / "torch") as reader:
             for torch_name, name, to in (
                 ("layers.0.attention.wq.weight", "layers/0/attention/query/kernel", (1, 0)),
                 ("layers.0.mlp.w2.weight", "layers/0/mlp/down/kernel", (1, 0)),
             ):
-                for kind, word in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
-                    moment = f"optimizer.state.{torch_name}.{kind}"
+                for key, word in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+                    moment = f"optimizer.state.{torch_name}.{key}"
                     expected = read_decoded(reader, moment, f"{moment}_scale").transpose(to)
-                    array = found[f"opt_state/{word}/{name}"]
+                    array = tensors[f"opt_state/{word}/{name}"]
                     np.testing.assert_array_equal(array, expected.reshape(array.shape))
         runs.train(loaded.state, *case, first=2, count=1, optimizer=wide)
         # In the format of its own rows it trains as well.

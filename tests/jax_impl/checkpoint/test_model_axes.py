@@ -72,9 +72,9 @@ def test_a_run_goes_on_with_other_sizes_of_its_model_axes(tmp_path: Path) -> Non
             state, metrics = make_train_step(plan, expert_loss, optimizer())(state, batches[number])
             np.testing.assert_allclose(float(metrics["loss"]), losses[number], rtol=1e-12)
             save_checkpoint(tmp_path / str(number), plan, state, {"step": number})
-        found = unshard(plan, state.weights)
+        unsharded = unshard(plan, state.weights)
         for path, value in last.items():
-            np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(unsharded[path], value, rtol=0, atol=1e-12)
 
 
 def test_what_is_stored_is_whole_and_bit_for_bit_the_same(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def test_frozen_parameters_have_no_moments_and_variables_are_numbers(
     with open_checkpoint(path) as reader:
         runs.assert_same_bits({name: reader.read(name) for name in reader.tensors}, expected)
         names = {
-            kind: {n.removeprefix(f"{kind}/") for n in reader.tensors if n.startswith(f"{kind}/")}
-            for kind in ("params", "opt_state/mu", "opt_state/nu", "variables")
+            prefix: {n.removeprefix(f"{prefix}/") for n in reader.tensors if n.startswith(f"{prefix}/")}
+            for prefix in ("params", "opt_state/mu", "opt_state/nu", "variables")
         }
         assert names["params"] - names["opt_state/mu"] == frozen
         assert names["opt_state/mu"] == names["opt_state/nu"]
@@ -92,9 +92,11 @@ def test_random_keys_of_another_algorithm_are_refused(tmp_path: Path, impl: str)
     for other in ("threefry2x32", "rbg", "unsafe_rbg"):
         target = plan_sharding(Noisy(other), data_parallel_mesh(1), units=())
         if other == impl:
-            found = load_checkpoint(tmp_path / "c", target, optimizer).state.variables["streams"]
-            assert found.dtype == saver.streams.get_raw_value().dtype
-            np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(saver.streams[...]))
+            streams = load_checkpoint(tmp_path / "c", target, optimizer).state.variables["streams"]
+            assert streams.dtype == saver.streams.get_raw_value().dtype
+            np.testing.assert_array_equal(
+                jax.random.key_data(streams), jax.random.key_data(saver.streams[...])
+            )
             continue
         with pytest.raises(CheckpointError, match=rf"streams \(expected .*{other}|another shape .*streams"):
             load_checkpoint(tmp_path / "c", target, optimizer)
@@ -155,10 +157,10 @@ def test_layers_of_a_stack_leave_a_device_one_at_a_time(
     state = load_checkpoint(mixed[0], plan, runs.OPTIMIZER).state
 
     class Layers(checkpoint_contents._Layers):
-        def __getitem__(self, place: tuple[int, slice]) -> np.ndarray:
-            values = super().__getitem__(place)
+        def __getitem__(self, index: tuple[int, slice]) -> np.ndarray:
+            values = super().__getitem__(index)
             assert self._values.shape in shards
-            taken.append(place[0])
+            taken.append(index[0])
             return values
 
     monkeypatch.setattr(checkpoint_contents, "_Layers", Layers)

@@ -27,8 +27,8 @@ def state(*names: str, shapes: dict[str, tuple[int, ...]] = PARAMETERS) -> Tenso
 ADAM = ("count", "mu/*", "nu/*")
 
 
-def below(place: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{place}/{name}" for name in names)
+def below(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}/{name}" for name in names)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_parts_go_to_the_like_wherever_those_are(
 ) -> None:
     own, saved = state(*expected), state(*found)
     assert match_moments(own, saved, PARAMETERS) == {
-        name: places[place] + name.removeprefix(place)
+        name: places[prefix] + name.removeprefix(prefix)
         for name in own
-        for place in [max((p for p in places if name.startswith(p)), key=len, default=None)]
-        if place is not None
+        for prefix in [max((p for p in places if name.startswith(p)), key=len, default=None)]
+        if prefix is not None
     }
 
 
 def test_moments_of_another_shape_or_dtype_are_left_out() -> None:
     own = state(*ADAM)
     saved = dict(state(*ADAM, shapes=PARAMETERS | {"norm": (5,)}))
-    name, kind = saved["mu/layers/1/kernel"]
-    saved["mu/layers/1/kernel"] = (name, kind._replace(dtype=np.dtype(np.float16)))
-    found = match_moments(own, saved, PARAMETERS)
+    name, info = saved["mu/layers/1/kernel"]
+    saved["mu/layers/1/kernel"] = (name, info._replace(dtype=np.dtype(np.float16)))
+    matched = match_moments(own, saved, PARAMETERS)
     # First and second moments of a parameter go together.
-    lacking = {f"{kind}/{path}" for kind in ("mu", "nu") for path in ("norm", "layers/1/kernel")}
-    assert own.keys() - found.keys() == lacking
+    lacking = {f"{moment}/{path}" for moment in ("mu", "nu") for path in ("norm", "layers/1/kernel")}
+    assert own.keys() - matched.keys() == lacking
 
 
 def test_names_are_those_of_the_whole_checkpoint() -> None:

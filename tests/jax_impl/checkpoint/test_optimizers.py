@@ -44,24 +44,24 @@ OPTIMIZERS = {
 
 
 @pytest.mark.fast_cases("masked", "injected", "momentum", "clipped schedule", "window of losses in 0/")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_any_optimizer_made_of_flat_buffers_and_numbers_is_kept(tmp_path: Path, kind: str) -> None:
-    optimizer, three, two = OPTIMIZERS[kind], runs.plan_of(3), runs.plan_of(2, "optim")
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_any_optimizer_made_of_flat_buffers_and_numbers_is_kept(tmp_path: Path, optimizer_name: str) -> None:
+    optimizer, three, two = OPTIMIZERS[optimizer_name], runs.plan_of(3), runs.plan_of(2, "optim")
     weights = shard_weights(three, parameter_leaves(runs.model()))
     state = runs.perturbed(init_state(three, weights, optimizer))
     save_checkpoint(tmp_path / "a", three, state)
     loaded = load_checkpoint(tmp_path / "a", two, optimizer).state
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
     like = init_state(two, shard_weights(two, parameter_leaves(runs.model())), optimizer)
-    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(like), strict=True):
-        assert (found.dtype, found.sharding) == (expected.dtype, expected.sharding)
+    for leaf, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(like), strict=True):
+        assert (leaf.dtype, leaf.sharding) == (expected.dtype, expected.sharding)
     save_checkpoint(tmp_path / "b", two, loaded)
     with open_checkpoint(tmp_path / "a") as a, open_checkpoint(tmp_path / "b") as b:
         assert any("/0/" in name or "trace" in name for name in a.tensors)
         runs.assert_same_bits({n: b.read(n) for n in b.tensors}, {n: a.read(n) for n in a.tensors})
     back = load_checkpoint(tmp_path / "b", three, optimizer).state
-    for found, expected in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
@@ -80,12 +80,12 @@ def test_units_that_a_mask_leaves_out_have_no_moments_anywhere(tmp_path: Path, s
     save_checkpoint(tmp_path / "c", plan, state)
     with open_checkpoint(tmp_path / "c") as reader:
         saved = {name.removeprefix("opt_state/inner_state/0/") for name in reader.tensors if "opt" in name}
-        assert saved == {"count", *(f"{kind}/{path}" for kind in ("mu", "nu") for path in masked_in)}
+        assert saved == {"count", *(f"{moment}/{path}" for moment in ("mu", "nu") for path in masked_in)}
     loaded = load_checkpoint(tmp_path / "c", plan, optimizer).state
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
-    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
-        assert found.sharding == expected.sharding
-        np.testing.assert_array_equal(found, expected)
+    for restored, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert restored.sharding == expected.sharding
+        np.testing.assert_array_equal(restored, expected)
 
 
 def _steps_of_each_unit() -> optax.GradientTransformation:
@@ -138,8 +138,8 @@ def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
 ) -> None:
     monkeypatch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", chunk)
     optimizer = main_weight_adamw(0.1)
-    kind, rows = granularity
-    plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=kind, rows=rows)
+    boundary, rows = granularity
+    plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=boundary, rows=rows)
     state = runs.perturbed(init_state(plan, weights, optimizer))
     moments = dataclasses.replace(state.opt_state, mu=jax.tree.map(jnp.negative, state.weights))
     state = dataclasses.replace(state, opt_state=moments)

@@ -59,8 +59,8 @@ def test_a_run_goes_on_from_any_format(saved: Any, name: str, engine: str) -> No
     plan = plan_sharding(shapes, data_parallel_mesh(2), units=["layers/*"], engine=engine)
     loaded = load_checkpoint(folder / name, plan, OPTIMIZER)
     assert loaded.train == {"step": 2}
-    state, found = make_train_step(plan, pair, OPTIMIZER)(loaded.state, batch(2))
-    np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
+    state, resumed = make_train_step(plan, pair, OPTIMIZER)(loaded.state, batch(2))
+    np.testing.assert_allclose(resumed["loss"], metrics["loss"], rtol=1e-6)
     assert int(state.opt_state.count) == int(expected.opt_state.count) == 3
     for key, value in unshard(plan, state.weights).items():
         reference = unshard(sharded("shard_map", 4)[0], expected.weights)[key]

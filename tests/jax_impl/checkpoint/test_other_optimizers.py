@@ -62,10 +62,10 @@ def test_another_optimizer_keeps_the_moments_that_fit(tmp_path: Path, change: st
     before, after = (make() for make in CHANGES[change])
     program = trained(before)
     path = save(tmp_path / "c", flax_train_state(program))
-    given = variable_leaves(Net())
+    variables = variable_leaves(Net())
     with pytest.raises(CheckpointError, match=r"strict=False goes on with what fits.*opt_state/"):
-        load_checkpoint(path, plan_of(engine), after, variables=given)
-    loaded = load_checkpoint(path, plan_of(engine), after, strict=False, variables=given)
+        load_checkpoint(path, plan_of(engine), after, variables=variables)
+    loaded = load_checkpoint(path, plan_of(engine), after, strict=False, variables=variables)
     fresh = [name for name in loaded.fresh if not name.startswith("variables/")]
     hyper = {"learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"}
     assert set(fresh) == {
@@ -95,15 +95,15 @@ def test_moments_of_some_parameters_are_kept_and_the_others_fresh(tmp_path: Path
     blocks = squares["blocks"]
     fewer = without(squares, "blocks", 1, "bias")
     path = save(tmp_path / "c", {"params": tree.params, "opt_state": [{"sum_of_squares": fewer}, None]})
-    given = variable_leaves(Net())
-    loaded = load_checkpoint(path, plan, optimizer, strict=False, variables=given)
+    variables = variable_leaves(Net())
+    loaded = load_checkpoint(path, plan, optimizer, strict=False, variables=variables)
     fresh = {name for name in loaded.fresh if not name.startswith("variables/")}
     assert fresh == {"opt_state/0/sum_of_squares/blocks/1/bias"}
-    found = unshard(plan, loaded.state.opt_state[0].sum_of_squares)
-    np.testing.assert_array_equal(found["blocks/1/bias"], np.full(WIDTH, 0.5, np.float32))
-    np.testing.assert_array_equal(found["blocks/1/kernel"], blocks[1]["kernel"])
-    np.testing.assert_array_equal(found["blocks/0/bias"], blocks[0]["bias"])
-    assert not np.array_equal(found["blocks/0/bias"], np.full(WIDTH, 0.5, np.float32))
+    accumulators = unshard(plan, loaded.state.opt_state[0].sum_of_squares)
+    np.testing.assert_array_equal(accumulators["blocks/1/bias"], np.full(WIDTH, 0.5, np.float32))
+    np.testing.assert_array_equal(accumulators["blocks/1/kernel"], blocks[1]["kernel"])
+    np.testing.assert_array_equal(accumulators["blocks/0/bias"], blocks[0]["bias"])
+    assert not np.array_equal(accumulators["blocks/0/bias"], np.full(WIDTH, 0.5, np.float32))
 
 
 @pytest.mark.parametrize("lacks", ["moments", "count"])

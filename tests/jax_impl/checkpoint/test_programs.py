@@ -62,20 +62,20 @@ from jax_impl import data_parallel_mesh, init_state, load_checkpoint, main_weigh
 from jax_impl import shard_weights, stack_layers
 from tests.support.process_memory import AnonymousPeak
 
-path, kind = sys.argv[1:]
+path, variant = sys.argv[1:]
 
 class Block(nnx.Module):
     def __init__(self):
         # Of the first, pjit cuts the columns: every slab of its rows is on all devices.
-        self.kernel = nnx.Param(jnp.zeros((2001, 3000) if kind == "pjit" else (2001, 3001), jnp.float32))
+        self.kernel = nnx.Param(jnp.zeros((2001, 3000) if variant == "pjit" else (2001, 3001), jnp.float32))
         self.stack = nnx.Param(jnp.zeros((3, 501, 2001), jnp.float32))
 
 class Big(nnx.Module):
     def __init__(self):
         layers = [Block() for _ in range(4)]
-        self.layers = stack_layers(layers) if kind == "stacked" else nnx.List(layers)
+        self.layers = stack_layers(layers) if variant == "stacked" else nnx.List(layers)
 
-options = {"stacked": ["layers"]} if kind == "stacked" else {"engine": "pjit"} if kind == "pjit" else {}
+options = {"stacked": ["layers"]} if variant == "stacked" else {"engine": "pjit"} if variant == "pjit" else {}
 plan = plan_sharding(nnx.eval_shape(Big), data_parallel_mesh(4), **options)
 rng = np.random.default_rng(0)
 optimizer = main_weight_adamw(1e-3)
@@ -98,9 +98,9 @@ print(size >> 20, saving.above >> 20, (loading.above - size) >> 20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["units", "stacked", "pjit"])
-def test_saving_and_loading_take_memory_for_a_unit_not_for_a_copy(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "c"), kind]
+@pytest.mark.parametrize("variant", ["units", "stacked", "pjit"])
+def test_saving_and_loading_take_memory_for_a_unit_not_for_a_copy(tmp_path: Path, variant: str) -> None:
+    command = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "c"), variant]
     result = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     size, saving, loading = map(int, re.findall(r"-?\d+", result.stdout))
     print(f"state {size} MiB, extra while saving {saving} MiB, while loading {loading} MiB")

@@ -104,21 +104,25 @@ def test_steps_of_stock_orbax_are_loaded(tmp_path: Path) -> None:
     assert load(tmp_path / "1").train == {"step": 1}
 
 
-@pytest.mark.parametrize("given", ["nothing", "standard", "pytree", "named", "sharded"])
-def test_stock_checkpoint_manager_restores_steps_with_an_item(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("restore_call", ["nothing", "standard", "pytree", "named", "sharded"])
+def test_stock_checkpoint_manager_restores_steps_with_an_item(tmp_path: Path, restore_call: str) -> None:
     plan, state = runs.plan_of(2), runs.perturbed(runs.fresh(2))
     for step in (7, 8):
         save_checkpoint(
-            tmp_path / str(step), plan, state, {"step": step}, item="state" if given == "named" else "default"
+            tmp_path / str(step),
+            plan,
+            state,
+            {"step": step},
+            item="state" if restore_call == "named" else "default",
         )
     expected = runs.logical(plan, state)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [7, 8]
-        if given == "nothing":
-            found = manager.restore(7)
-        elif given == "named":
-            found = manager.restore(7, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-        elif given == "sharded":
+        if restore_call == "nothing":
+            restored = manager.restore(7)
+        elif restore_call == "named":
+            restored = manager.restore(7, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+        elif restore_call == "sharded":
             mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
             target = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(
@@ -128,12 +132,12 @@ def test_stock_checkpoint_manager_restores_steps_with_an_item(tmp_path: Path, gi
                 ),
                 runs.nested(expected) | {"train": {"step": np.int64(7)}},
             )
-            found = manager.restore(7, args=ocp.args.StandardRestore(target))
+            restored = manager.restore(7, args=ocp.args.StandardRestore(target))
         else:
-            args = ocp.args.StandardRestore() if given == "standard" else ocp.args.PyTreeRestore()
-            found = manager.restore(7, args=args)
-    assert int(found["train"].pop("step")) == 7
-    named = {"/".join(key.key for key in keys): value for keys, value in jax.tree.leaves_with_path(found)}
+            args = ocp.args.StandardRestore() if restore_call == "standard" else ocp.args.PyTreeRestore()
+            restored = manager.restore(7, args=args)
+    assert int(restored["train"].pop("step")) == 7
+    named = {"/".join(key.key for key in keys): value for keys, value in jax.tree.leaves_with_path(restored)}
     runs.assert_same_bits(named, expected)
 
 
@@ -150,10 +154,11 @@ def test_a_step_with_an_item_goes_on_here(tmp_path: Path) -> None:
     _, expected = runs.train(state, 2, first=0, count=2)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "7" / "default")
-    assert v1.load(tmp_path / "7").keys() == found.keys()
+        restored = checkpointer.restore(tmp_path / "7" / "default")
+    assert v1.load(tmp_path / "7").keys() == restored.keys()
     np.testing.assert_array_equal(
-        found["params"]["norm"]["scale"], unshard(runs.plan_of(4), load(tmp_path).state.weights)["norm/scale"]
+        restored["params"]["norm"]["scale"],
+        unshard(runs.plan_of(4), load(tmp_path).state.weights)["norm/scale"],
     )
     for name in ("", "a/b", "..", "3"):
         with pytest.raises(ValueError, match="item: expected letters"):

@@ -61,28 +61,28 @@ def _each(forms: list[str], fast: str) -> list[Any]:
 def test_weights_alone_are_loaded(tmp_path: Path, form: str, engine: str) -> None:
     program = trained(clipped())
     path = save(tmp_path / "c", FORMS[form](program))
-    given = variable_leaves(Net())
-    loaded = load_checkpoint(path, plan_of(engine), variables=given)
+    variables = variable_leaves(Net())
+    loaded = load_checkpoint(path, plan_of(engine), variables=variables)
     assert loaded.state.opt_state is None
     assert len(loaded.fresh) == (0 if form == "nnx state" else 2)
     program.forget()
     state = init_state(plan_of(engine), loaded.state.weights, clipped(), loaded.state.variables)
     assert_goes_on_as(program, LoadedCheckpoint(state, {}, {}), engine, clipped())
     # The same in one call: moments are fresh ones.
-    whole = load_checkpoint(path, plan_of(engine), clipped(), strict=False, variables=given)
-    for found, expected in zip(
+    whole = load_checkpoint(path, plan_of(engine), clipped(), strict=False, variables=variables)
+    for leaf, expected in zip(
         jax.tree.leaves(whole.state.opt_state),
-        jax.tree.leaves(init_state(plan_of(engine), whole.state.weights, clipped(), given).opt_state),
+        jax.tree.leaves(init_state(plan_of(engine), whole.state.weights, clipped(), variables).opt_state),
         strict=True,
     ):
-        assert found.sharding.is_equivalent_to(expected.sharding, found.ndim)
-        np.testing.assert_array_equal(found, expected)
+        assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+        np.testing.assert_array_equal(leaf, expected)
     assert {name for name in whole.fresh if "variables" not in name} >= {
         "opt_state/1/0/count",
         "opt_state/1/0/mu/blocks/1/kernel",
     }
     with pytest.raises(CheckpointError, match=r"strict=False.*Missing: .*opt_state/1/0/count"):
-        load_checkpoint(path, plan_of(engine), clipped(), variables=given)
+        load_checkpoint(path, plan_of(engine), clipped(), variables=variables)
 
 
 @pytest.mark.parametrize(("form", "engine"), _each(WITH_OPTIMIZER, "nnx model and optimizer"))
@@ -110,9 +110,9 @@ FURTHER: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", FURTHER)
-def test_states_of_other_optimizers_are_loaded(tmp_path: Path, kind: str, engine: str) -> None:
-    optimizer = FURTHER[kind]()
+@pytest.mark.parametrize("optimizer_name", FURTHER)
+def test_states_of_other_optimizers_are_loaded(tmp_path: Path, optimizer_name: str, engine: str) -> None:
+    optimizer = FURTHER[optimizer_name]()
     program = trained(optimizer)
     path = save(tmp_path / "c", flax_train_state(program))
     for strict in (False, True):
@@ -182,13 +182,13 @@ def test_variables_that_a_checkpoint_has_are_its_own(tmp_path: Path) -> None:
     assert int(loaded.state.variables["dropout/rngs/count"]) == 7
     assert loaded.fresh == ()
     key = variable_leaves(program.model)["dropout/rngs/key"]
-    found = loaded.state.variables["dropout/rngs/key"]
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+    loaded_key = loaded.state.variables["dropout/rngs/key"]
+    np.testing.assert_array_equal(jax.random.key_data(loaded_key), jax.random.key_data(key))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     program, plan = trained(adamw()), plan_of("shard_map")
-    given = variable_leaves(Net())
+    variables = variable_leaves(Net())
     parameters = save(tmp_path / "a", {"params": program.parameters})
     for strict in (True, False):
         with pytest.raises(
@@ -203,13 +203,13 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             CheckpointError,
             match=r"checkpoint\? strict=False with initial=state .*Missing: params/head/kernel; unexpected",
         ):
-            load_checkpoint(fewer, plan, strict=strict, variables=given)
+            load_checkpoint(fewer, plan, strict=strict, variables=variables)
         with pytest.raises(CheckpointError, match=r"another shape .*head/kernel \(expected \(12, 5\), got"):
-            load_checkpoint(other, plan, strict=strict, variables=given)
+            load_checkpoint(other, plan, strict=strict, variables=variables)
     more = save(tmp_path / "d", {"params": program.parameters, "ema": program.parameters})
     with pytest.raises(CheckpointError, match=r"strict=False .*unexpected: ema/blocks/0/bias"):
-        load_checkpoint(more, plan, variables=given)
-    ignored = load_checkpoint(more, plan, strict=False, variables=given).ignored
+        load_checkpoint(more, plan, variables=variables)
+    ignored = load_checkpoint(more, plan, strict=False, variables=variables).ignored
     assert len(ignored) == 5
     assert all(name.startswith("ema/") for name in ignored)
     with pytest.raises(ValueError, match="variables: expected"):

@@ -33,7 +33,7 @@ def both_ways(size: int, dtype: str, *, in_rows: bool) -> Any:
 
     def axes_index(axes: DataParallelMesh) -> jax.Array:
         return sum(
-            (2**place * jax.lax.axis_index(name) for place, name in enumerate(axes.names)),
+            (2**digit * jax.lax.axis_index(name) for digit, name in enumerate(axes.names)),
             start=jnp.int32(0),
         )
 
@@ -46,8 +46,8 @@ def test_gathers_and_sums_are_the_same(dtype):
     for size in SIZES:
         values = jnp.arange(4.0 * size) % 13 + 1
         plain, rows = (jax.jit(both_ways(size, dtype, in_rows=way))(values) for way in (False, True))
-        for one, other in zip(plain, rows, strict=True):
-            np.testing.assert_array_equal(other, one, err_msg=f"shards of {size}")
+        for expected, other in zip(plain, rows, strict=True):
+            np.testing.assert_array_equal(other, expected, err_msg=f"shards of {size}")
         np.testing.assert_array_equal(rows[0], values.astype(dtype).astype("float32"))
         # Each of four devices adds its number, 1 to 4, times the whole.
         np.testing.assert_array_equal(rows[1], 10 * rows[0])
@@ -64,22 +64,22 @@ def test_what_stays_in_rows_is_the_same(row, dtype):
 
     def local(shard: jax.Array) -> tuple[jax.Array, ...]:
         inner = wire.all_gather(shard, (1,))
-        found = []
-        for one, level in ((shard, 2), (inner.astype(main), 1)):
-            whole = wire.all_gather(one, reversed(range(level)), row).astype(main)
-            assert whole.shape == (2**level, one.size // row, row)
-            found.append(whole.reshape(-1))
+        outputs = []
+        for part, level in ((shard, 2), (inner.astype(main), 1)):
+            whole = wire.all_gather(part, reversed(range(level)), row).astype(main)
+            assert whole.shape == (2**level, part.size // row, row)
+            outputs.append(whole.reshape(-1))
             number = 2 * jax.lax.axis_index("outer") + jax.lax.axis_index("inner") + 1
-            found += [wire.reduce_scatter(whole * number, range(2))]
-        return (*found, wire.reduce_scatter(whole, range(0)))
+            outputs += [wire.reduce_scatter(whole * number, range(2))]
+        return (*outputs, wire.reduce_scatter(whole, range(0)))
 
     spec, whole = axes.spec(2, 0), PartitionSpec()
     run = jax.shard_map(
         local, mesh=mesh, in_specs=spec, out_specs=(whole, spec, whole, spec, whole), check_vma=False
     )
     expected = values.astype(dtype).astype("float32")
-    for found, times in zip(jax.jit(run)(values), (1, 10, 1, 10, 1), strict=True):
-        np.testing.assert_array_equal(found, times * expected)
+    for output, times in zip(jax.jit(run)(values), (1, 10, 1, 10, 1), strict=True):
+        np.testing.assert_array_equal(output, times * expected)
 
 
 def sent(jaxpr: Any) -> Iterator[tuple[int, ...]]:

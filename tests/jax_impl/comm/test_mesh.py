@@ -107,14 +107,14 @@ def trained_outside():
 
 @pytest.mark.parametrize("name", USES)
 def test_entry_points_refuse_explicit_axes_of_set_mesh_in_words(name, trained_outside):
-    *given, _ = trained_outside
+    *arguments, _ = trained_outside
     with (
         jax.set_mesh(jax.make_mesh((2,), ("dp",))),
         pytest.raises(
             ValueError, match=r"jax.set_mesh: expected a mesh with Auto axes.*Explicit axes \['dp'\]"
         ),
     ):
-        USES[name](*given)
+        USES[name](*arguments)
 
 
 def test_meshes_of_make_mesh_train_outside_of_set_mesh_and_auto_axes_train_inside(trained_outside):
@@ -126,9 +126,9 @@ def test_meshes_of_make_mesh_train_outside_of_set_mesh_and_auto_axes_train_insid
         losses.append(value)
     with jax.set_mesh(data_parallel_mesh(2)):
         after, metrics = step(jax.tree.map(jnp.copy, state), x)
-        found = jax_impl.unshard(plan, after)
+        unsharded = jax_impl.unshard(plan, after)
     np.testing.assert_allclose([loss, metrics["loss"]], losses, rtol=1e-6)
-    np.testing.assert_allclose(found["w"], tree["w"], rtol=1e-5)
+    np.testing.assert_allclose(unsharded["w"], tree["w"], rtol=1e-5)
 
 
 def test_simulated_devices_without_the_flags_that_keep_order_are_warned_about(monkeypatch):

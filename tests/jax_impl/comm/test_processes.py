@@ -122,13 +122,13 @@ def one_process(case: runs.Case) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, runs.logical(runs.plan_of(*case), state)
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(tensors: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         other = (
-            np.frombuffer(found[name], value.dtype).reshape(value.shape)
+            np.frombuffer(tensors[name], value.dtype).reshape(value.shape)
             if "variables" in name
-            else found[name]
+            else tensors[name]
         )
         np.testing.assert_allclose(other, value, rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -155,12 +155,12 @@ def test_several_processes_save_under_a_mapping_what_convert_makes_of_the_plain_
         return
     axes = {"d": runs.CONFIG.head_dim}
     convert(path, tmp_path / "converted", to="orbax", mapping="decoder", into="torch", axes=axes)
-    with open_checkpoint(f"{path}-mapped") as found, open_checkpoint(tmp_path / "converted") as expected:
-        assert {n: i.shape for n, i in found.tensors.items()} == {
+    with open_checkpoint(f"{path}-mapped") as mapped, open_checkpoint(tmp_path / "converted") as expected:
+        assert {n: i.shape for n, i in mapped.tensors.items()} == {
             n: i.shape for n, i in expected.tensors.items()
         }
         for tensor in expected.tensors:
-            assert found.read(tensor).tobytes() == expected.read(tensor).tobytes(), tensor
+            assert mapped.read(tensor).tobytes() == expected.read(tensor).tobytes(), tensor
 
 
 @pytest.mark.parametrize("name", each_save())
@@ -198,11 +198,11 @@ def test_each_process_wrote_a_part_and_stock_orbax_reads_the_whole_in_one(saved:
         assert any(len(info.chunks) > 2 for info in reader.tensors.values())
     with ocp.StandardCheckpointer() as checkpointer:
         v0 = checkpointer.restore(path)
-    for found in (ours, leaves(v0), leaves(v1.load(path))):
-        found = {n: np.asarray(value) for n, value in found.items() if not n.startswith("train/")}
-        assert found.keys() == expected.keys()
+    for restored in (ours, leaves(v0), leaves(v1.load(path))):
+        restored = {n: np.asarray(value) for n, value in restored.items() if not n.startswith("train/")}
+        assert restored.keys() == expected.keys()
         for n, value in expected.items():
-            assert found[n].tobytes() == value.tobytes(), n
+            assert restored[n].tobytes() == value.tobytes(), n
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -221,13 +221,13 @@ def test_another_number_of_processes_goes_on_with_it_under_another_strategy(
 ) -> None:
     path, answers = saved[name]
     arguments = {"load": str(path), "first": SAVED_AFTER, "before": STEPS - SAVED_AFTER, "after": 0}
-    found = groups[group].run(
+    resumed = groups[group].run(
         jobs.train_and_save, case=case, path=str(tmp_path / "c"), timeout=500, **arguments
     )
-    assert all("losses" in answer for answer in found), found
+    assert all("losses" in answer for answer in resumed), resumed
     loaded, before = dict(np.load(tmp_path / "c-loaded.npz")), dict(np.load(f"{path}-saved.npz"))
     runs.assert_same_bits(loaded, before)
-    np.testing.assert_allclose(found[0]["losses"], answers[0]["losses"][SAVED_AFTER:], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(resumed[0]["losses"], answers[0]["losses"][SAVED_AFTER:], rtol=0, atol=1e-6)
     assert_close(dict(np.load(tmp_path / "c-final.npz")), one_process(SAVES[name][1])[1])
 
 
@@ -237,9 +237,9 @@ def test_one_process_goes_on_with_it(saved: Saved, name: str) -> None:
     case = runs.Case(3, "optim", "pjit") if name != "mixed" else SAVES["mixed"][1]
     plan = runs.plan_of(*case)
     loaded = load_checkpoint(path, plan, OPTIMIZER)
-    found = runs.logical(plan, loaded.state)
+    tensors = runs.logical(plan, loaded.state)
     for tensor, value in np.load(f"{path}-saved.npz").items():
-        assert found[tensor].tobytes() == value.tobytes(), tensor
+        assert tensors[tensor].tobytes() == value.tobytes(), tensor
     assert np.isfinite(runs.forward(plan, loaded.state)).all()
     state, losses = runs.train(loaded.state, *case, first=SAVED_AFTER, count=2, optimizer=OPTIMIZER)
     np.testing.assert_allclose(losses, answers[0]["losses"][SAVED_AFTER:], rtol=0, atol=1e-6)
@@ -263,7 +263,7 @@ def test_several_processes_go_on_with_a_stock_checkpoint_and_leave_steps_for_sto
         runs.fresh(*case, optimizer=OPTIMIZER), *case, first=0, count=2, optimizer=OPTIMIZER
     )
     tensors = runs.logical(plan, state)
-    lacking = [f"opt_state/{kind}/layers/0/mlp/up/kernel" for kind in ("mu", "nu")]
+    lacking = [f"opt_state/{moment}/layers/0/mlp/up/kernel" for moment in ("mu", "nu")]
     stored = {
         name.replace("opt_state/", "opt_state/0/"): value
         for name, value in tensors.items()
@@ -289,10 +289,10 @@ def test_several_processes_go_on_with_a_stock_checkpoint_and_leave_steps_for_sto
     for file in tmp_path.glob("run/*.npz"):
         file.rename(tmp_path / file.name)
     with ocp.CheckpointManager(tmp_path / "run") as manager:
-        found = manager.restore(5)
-    assert found["train"]["step"] == 5
-    found = leaves({name: value for name, value in found.items() if name != "train"})
-    runs.assert_same_bits(found, dict(np.load(tmp_path / "5-saved.npz")))
+        restored = manager.restore(5)
+    assert restored["train"]["step"] == 5
+    restored = leaves({name: value for name, value in restored.items() if name != "train"})
+    runs.assert_same_bits(restored, dict(np.load(tmp_path / "5-saved.npz")))
 
 
 @pytest.mark.slow

@@ -262,13 +262,19 @@ def test_transfers_before_and_after_all_units_run_beside_them(gpu: Compile, sett
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=SLOW)])
 def test_all_transfers_of_scanned_layers_run_beside_products(gpu: Compile, recompute: bool):
     (setting,) = large("h100:8", "shard_map", units=APART, stacked=True, recompute=recompute).values
-    found = gpu(setting)
-    (layer,) = (one for one in found.stored if one.layers > 1)
-    each = [one for one in found.collectives if layer.size in (array.size for array in one.arrays)]
+    compiled = gpu(setting)
+    (layer,) = (stored for stored in compiled.stored if stored.layers > 1)
+    each = [
+        collective
+        for collective in compiled.collectives
+        if layer.size in (array.size for array in collective.arrays)
+    ]
     # Beside the first unit and the last one of a step no product runs.
     beside = {
-        kind: sum(one.times for one in each if one.kind == kind and one.overlaps)
-        for kind in (GATHER, SCATTER)
+        operation: sum(
+            collective.times for collective in each if collective.kind == operation and collective.overlaps
+        )
+        for operation in (GATHER, SCATTER)
     }
     assert beside == {GATHER: 2 * layer.layers - 1, SCATTER: layer.layers - 1}
 
@@ -276,15 +282,24 @@ def test_all_transfers_of_scanned_layers_run_beside_products(gpu: Compile, recom
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])
 def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
     (setting,) = large("h100:8", "shard_map", units=APART, stacked=stacked, forward=True).values
-    found = gpu(setting)
+    compiled = gpu(setting)
     # No product stands before what is not here: the root's scale, the embedding and the first layer.
-    beside = [one for one in found.collectives if one.kind == GATHER and one.overlaps]
-    gathered = Counter(size for one in beside for array in one.arrays for size in [array.size] * one.times)
-    head = max(one.size for one in found.stored)
+    beside = [
+        collective for collective in compiled.collectives if collective.kind == GATHER and collective.overlaps
+    ]
+    gathered = Counter(
+        size
+        for collective in beside
+        for array in collective.arrays
+        for size in [array.size] * collective.times
+    )
+    head = max(stored.size for stored in compiled.stored)
     layer = SIZES["1024"]["n_layers"] - 1
     assert sorted(gathered.values()) == [1, layer]
     assert gathered[head] == 1
-    assert sum(one.times for one in found.collectives if one.kind == GATHER) == layer + 4
+    assert (
+        sum(collective.times for collective in compiled.collectives if collective.kind == GATHER) == layer + 4
+    )
 
 
 @pytest.mark.fast_cases("h100:8-shard_map-1024x6-optim_grads_params-k1-offload0.5-bfloat16-bfloat16")

@@ -150,7 +150,7 @@ def test_gradients_leave_for_the_hosts_memory_one_by_one(tpu: Compile):
 @pytest.mark.parametrize("moments", ["float32", "float8_e4m3fn"])
 def test_the_host_updates_what_lies_there_and_nothing_of_it_comes_to_a_device(tpu: Compile, moments: str):
     """One program of the host, without collectives, changes all keys in their place and reads the gradients."""
-    found = tpu(
+    compiled = tpu(
         Setting(
             "v5e:2x2",
             "shard_map",
@@ -161,11 +161,11 @@ def test_the_host_updates_what_lies_there_and_nothing_of_it_comes_to_a_device(tp
             moments=(moments, moments),
         )
     )
-    assert found.by_host == 1
-    assert found.transfers == ()
+    assert compiled.by_host == 1
+    assert compiled.transfers == ()
     # With the step count, and the gradients.
-    whole = sum(found.travelling) + sum(4 * one.size // 4 for one in found.stored)
-    assert whole <= found.host <= 1.01 * whole
-    assert found.arguments < 2**12
-    largest = max(found.travelling)
-    assert found.temporary < min(largest / 8, 2**18)
+    whole = sum(compiled.travelling) + sum(4 * stored.size // 4 for stored in compiled.stored)
+    assert whole <= compiled.host <= 1.01 * whole
+    assert compiled.arguments < 2**12
+    largest = max(compiled.travelling)
+    assert compiled.temporary < min(largest / 8, 2**18)

@@ -16,6 +16,6 @@ def test_targets_of_another_compiler_are_refused():
 
 def test_what_was_compiled_crosses_processes_whole():
     gathers = Scheduled("all_gather", (Array("f32", 8), Array("f32", 1)), 3, True, "s")
-    found = Compiled(1.5, 7, (gathers,), (Stored("layers/0", 8, 1, True),), (4, 2))
-    assert Compiled.from_json(found.to_json()) == found
-    assert found.sizes() == {("all_gather", 8): 3}
+    compiled = Compiled(1.5, 7, (gathers,), (Stored("layers/0", 8, 1, True),), (4, 2))
+    assert Compiled.from_json(compiled.to_json()) == compiled
+    assert compiled.sizes() == {("all_gather", 8): 3}

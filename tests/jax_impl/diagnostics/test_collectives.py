@@ -30,12 +30,12 @@ def counted(strategy, microbatches, **keywords):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strategy, microbatches):
-    plan, found = counted(strategy, microbatches)
+    plan, counts = counted(strategy, microbatches)
     expected = Counter({Collective("psum", "float32", 1): 1})  # the loss
     for unit in plan.units.values():
-        for kind, times in EXPECTED[strategy](microbatches).items():
-            expected[Collective(kind, "float32", unit.layout.padded_size)] += times
-    assert found == expected
+        for operation, times in EXPECTED[strategy](microbatches).items():
+            expected[Collective(operation, "float32", unit.layout.padded_size)] += times
+    assert counts == expected
     sizes = {unit.layout.padded_size for unit in plan.units.values()}
     assert len(sizes) == 2, "the root must be told apart from the layers by its size"
 
@@ -52,11 +52,11 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strateg
 )
 def test_what_travels_has_the_dtype_asked_for(precision, gathered, reduced):
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
-        _, found = counted(strategy, 2, **precision)
-        dtypes = {(c.kind, c.dtype) for c in found if c.size > 1}
+        _, counts = counted(strategy, 2, **precision)
+        dtypes = {(c.kind, c.dtype) for c in counts if c.size > 1}
         assert dtypes == {("all_gather", gathered), ("reduce_scatter", reduced)}
-    _, found = counted("no_shard", 2, **precision)
-    assert {c.dtype for c in found if c.size > 1} == {reduced}
+    _, counts = counted("no_shard", 2, **precision)
+    assert {c.dtype for c in counts if c.size > 1} == {reduced}
 
 
 @pytest.mark.optimized
@@ -108,7 +108,7 @@ def counted_on_two_devices(function, check_vma=False):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize(
-    ("function", "kind", "size"),
+    ("function", "operation", "size"),
     [
         (partial(jax.lax.all_gather, axis_name="dp", tiled=True), "all_gather", 8),
         (partial(jax.lax.psum_scatter, axis_name="dp", tiled=True), "reduce_scatter", 4),
@@ -123,9 +123,9 @@ def counted_on_two_devices(function, check_vma=False):
         ),
     ],
 )
-def test_every_kind_of_collective_is_counted(function, kind, size, check_vma):
-    found = counted_on_two_devices(lambda x: x + function(x).sum(), check_vma)
-    assert found == Counter({Collective(kind, "float32", size): 1})
+def test_every_kind_of_collective_is_counted(function, operation, size, check_vma):
+    counts = counted_on_two_devices(lambda x: x + function(x).sum(), check_vma)
+    assert counts == Counter({Collective(operation, "float32", size): 1})
 
 
 def test_of_the_branches_of_a_cond_one_is_counted():

@@ -81,9 +81,9 @@ def test_each_unit_is_gathered_and_reduced_as_the_contract_says(case, microbatch
         gradients = make_gradients(plan, loss, microbatches)
         expected = Counter({Collective(A, "float64", 1): 1})  # the loss
         for unit in plan.units.values():
-            one = expected_of(strategy, mesh, unit.layout.padded_size, plan.axes.sizes, microbatches)
-            for (kind, size), times in one.items():
-                expected[Collective(kind, "float64", size)] += times * (unit.module.layers or 1)
+            of_unit = expected_of(strategy, mesh, unit.layout.padded_size, plan.axes.sizes, microbatches)
+            for (operation, size), times in of_unit.items():
+                expected[Collective(operation, "float64", size)] += times * (unit.module.layers or 1)
         traced = count_collectives(gradients, weights, batch)
         assert traced == expected
         compiled = jax.jit(gradients).lower(weights, batch).compile()
@@ -94,12 +94,12 @@ def test_a_pjit_step_has_gathers_and_reductions_only_xla_knows_how_many():
     with jax.enable_x64(True):
         plan, weights = fully_shard(decoder("pjit", False), data_parallel_mesh(4), engine="pjit")
         batch = shard_batch(plan, tokens(4))
-        found = count_compiled_collectives(
+        counts = count_compiled_collectives(
             jax.jit(make_gradients(plan, loss)).lower(weights, batch).compile()
         )
-    kinds = Counter(collective.kind for collective in found.elements())
-    assert kinds["all_gather"] >= 2 * len(plan.model.parameters) // 2
-    assert kinds["psum"] + kinds["reduce_scatter"] >= len(plan.model.parameters) // 2
+    operations = Counter(collective.kind for collective in counts.elements())
+    assert operations["all_gather"] >= 2 * len(plan.model.parameters) // 2
+    assert operations["psum"] + operations["reduce_scatter"] >= len(plan.model.parameters) // 2
 
 
 def test_loops_are_multiplied_out_and_the_full_size_of_a_reduce_scatter_is_told():
@@ -116,8 +116,8 @@ def test_loops_are_multiplied_out_and_the_full_size_of_a_reduce_scatter_is_told(
     spec = jax.sharding.PartitionSpec("dp")
     mapped = jax.shard_map(looped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))
-    found = count_compiled_collectives(jax.jit(mapped).lower(x).compile())
-    assert found == {Collective(G, "float32", 8): 15, Collective(R, "float32", 8): 15}
+    counts = count_compiled_collectives(jax.jit(mapped).lower(x).compile())
+    assert counts == {Collective(G, "float32", 8): 15, Collective(R, "float32", 8): 15}
 
 
 def test_text_that_is_no_program_is_refused():

@@ -85,14 +85,18 @@ def test_payload_and_scales_are_told(engine, gather):
         return
 
     def loss(model, rows):
-        def layer(carry, one):
-            return call_unit(lambda unit, x: x * sum(w.sum() for w in unit.values()), one, carry), None
+        def layer(carry, layer_weights):
+            return call_unit(
+                lambda unit, x: x * sum(w.sum() for w in unit.values()), layer_weights, carry
+            ), None
 
         return jax.lax.scan(layer, rows, model["layers"])[0].mean()
 
     counts = count_collectives(make_eval_step(plan, loss), weights, np.ones((2, 1), np.float32))
     travels = sum(
-        one.size * n for one, n in counts.items() if (one.kind, one.dtype) == ("all_gather", "uint8")
+        collective.size * n
+        for collective, n in counts.items()
+        if (collective.kind, collective.dtype) == ("all_gather", "uint8")
     )
     assert payload.gather_bytes == travels
 

@@ -21,10 +21,10 @@ PLACES = {"embed": [(4, 2), (4, 3), (0, 1)], "layers/1/mlp/b": [(3,)], "layers/2
 STACKED = {"embed": PLACES["embed"], "layers/mlp/b": [(1, 3)], "layers/scale": [(2,)]}
 
 
-def spoiled(plan, values, places):
-    """The weights with NaN in ``places``, and an infinity in each parameter's first."""
+def spoiled(plan, values, positions):
+    """The weights with NaN in ``positions``, and an infinity in each parameter's first."""
     whole = {path: np.array(value) for path, value in values.items()}
-    for path, indices in places.items():
+    for path, indices in positions.items():
         for index in indices:
             whole[path][index] = np.inf if index is indices[0] else np.nan
 
@@ -36,15 +36,15 @@ def spoiled(plan, values, places):
 
 def holders(plan, array, path, index):
     """The devices that hold the element, from the shards themselves."""
-    found = []
+    devices = []
     for shard in array.addressable_shards:
         for piece in plan.stored(plan.parameters[path].key).pieces(shard.index, np.asarray(shard.data)):
             if piece.path != path:
                 continue
             box = zip(index, piece.offsets, piece.sizes, strict=True)
             if all(start <= i < start + size for i, start, size in box):
-                found.append(str(shard.device))
-    return found
+                devices.append(str(shard.device))
+    return devices
 
 
 @pytest.mark.each_value
@@ -64,18 +64,18 @@ def test_parameter_rows_and_devices(engine, mesh, strategy, stacked):
         stacked=["layers"] if stacked else [],
     )
     assert find_nonfinite(plan, weights) == ()
-    places = STACKED if stacked else PLACES
-    bad = spoiled(plan, unshard(plan, weights), places)
-    found = {one.name: one for one in find_nonfinite(plan, bad)}
-    assert list(found) == [path for path in plan.parameters if path in places]
-    for path, indices in places.items():
-        one = found[path]
-        assert (one.kind, one.nan, one.inf) == ("", len(indices) - 1, 1)
+    positions = STACKED if stacked else PLACES
+    bad = spoiled(plan, unshard(plan, weights), positions)
+    reports = {report.name: report for report in find_nonfinite(plan, bad)}
+    assert list(reports) == [path for path in plan.parameters if path in positions]
+    for path, indices in positions.items():
+        report = reports[path]
+        assert (report.kind, report.nan, report.inf) == ("", len(indices) - 1, 1)
         rows = {index[:-1] if len(index) > 1 else index for index in indices}
-        assert one.rows == tuple(sorted(rows))
+        assert report.rows == tuple(sorted(rows))
         array = bad[plan.parameters[path].key]
-        assert set(one.devices) == {d for i in indices for d in holders(plan, array, path, i)}
-        assert path in str(one)
+        assert set(report.devices) == {d for i in indices for d in holders(plan, array, path, i)}
+        assert path in str(report)
 
 
 def test_a_state_says_weights_moments_and_variables_apart():
@@ -87,8 +87,8 @@ def test_a_state_says_weights_moments_and_variables_apart():
     state = dataclasses.replace(
         state, weights=bad, opt_state=moments, variables={"norm/mean": jnp.array([0.0, jnp.nan])}
     )
-    found = find_nonfinite(plan, state, max_rows=2)
-    assert [(one.kind, one.name, one.nan, one.inf, one.rows) for one in found] == [
+    reports = find_nonfinite(plan, state, max_rows=2)
+    assert [(report.kind, report.name, report.nan, report.inf, report.rows) for report in reports] == [
         ("weights", "layers/1/mlp/b", 2, 1, ((1,), (2,))),
         ("opt_state/mu", "layers/1/mlp/b", 2, 1, ((1,), (2,))),
         ("variables", "norm/mean", 1, 0, ((1,),)),
@@ -98,16 +98,16 @@ def test_a_state_says_weights_moments_and_variables_apart():
 def test_padding():
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4))
     assert plan.units[""].layout.padded_size > 25
-    (one,) = find_nonfinite(plan, weights | {"": weights[""].at[-1].set(jnp.nan)})
-    assert (one.name, one.nan, one.devices) == ("padding of ''", 1, (str(plan.mesh.devices[3]),))
+    (report,) = find_nonfinite(plan, weights | {"": weights[""].at[-1].set(jnp.nan)})
+    assert (report.name, report.nan, report.devices) == ("padding of ''", 1, (str(plan.mesh.devices[3]),))
 
 
 def test_bfloat16_and_what_has_no_values():
     plan, weights = fully_shard(tiny.decoder(), data_parallel_mesh(4))
     key = next(iter(weights))
     half = {key: weights[key].astype(jnp.bfloat16).at[0].set(jnp.inf), "key": jax.random.key(0), "n": 1}
-    (one,) = find_nonfinite(plan, half)
-    assert (one.nan, one.inf, one.devices) == (0, 1, (str(plan.mesh.devices[0]),))
+    (report,) = find_nonfinite(plan, half)
+    assert (report.nan, report.inf, report.devices) == (0, 1, (str(plan.mesh.devices[0]),))
     with pytest.raises(
         ValueError, match=r"expected an array with values, got a traced one: .* watch_nonfinite"
     ):

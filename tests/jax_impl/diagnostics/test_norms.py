@@ -56,18 +56,18 @@ def test_weights(engine, layout, stacked, norm_type):
         stacked=["layers"] if stacked else [],
     )
     values = unshard(plan, weights)
-    found = parameter_norms(plan, weights, norm_type=norm_type)
-    assert list(found) == list(plan.parameters)
-    assert found == pytest.approx(expected(values, norm_type), rel=1e-14)
+    norms = parameter_norms(plan, weights, norm_type=norm_type)
+    assert list(norms) == list(plan.parameters)
+    assert norms == pytest.approx(expected(values, norm_type), rel=1e-14)
     traced = jax.jit(lambda w: parameter_norms(plan, w, norm_type=norm_type))(weights)
-    assert {path: float(norm) for path, norm in traced.items()} == pytest.approx(found, rel=1e-6)
+    assert {path: float(norm) for path, norm in traced.items()} == pytest.approx(norms, rel=1e-6)
     layers = parameter_norms(plan, weights, norm_type=norm_type, by_layer=True)
     for path, norm in layers.items():
         if stacked and path.startswith("layers"):
             each = expected(dict(enumerate(values[path])), norm_type)
             np.testing.assert_allclose(norm, list(each.values()), rtol=1e-14)
         else:
-            assert norm == found[path]
+            assert norm == norms[path]
 
 
 @pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
@@ -103,17 +103,20 @@ def test_moments_of_an_optimizer_that_sees_parameters():
 
 def test_one_maximum_and_one_sum_over_the_devices_however_many_parameters():
     plan, weights = fully_shard(tiny.decoder(), data_parallel_mesh(4))
-    found = count_collectives(lambda w: parameter_norms(plan, w), weights)
-    assert {(one.kind, one.size): n for one, n in found.items()} == {("pmax", 21): 1, ("psum", 21): 1}
+    counts = count_collectives(lambda w: parameter_norms(plan, w), weights)
+    assert {(collective.kind, collective.size): n for collective, n in counts.items()} == {
+        ("pmax", 21): 1,
+        ("psum", 21): 1,
+    }
 
 
 @pytest.mark.parametrize("scale", [pytest.param(1e-30, marks=pytest.mark.slow), 1e30])
 def test_float32_squares_neither_overflow_nor_underflow(scale):
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4))
     small = jax.tree.map(lambda x: x * scale, weights)
-    found = jax.jit(lambda w: parameter_norms(plan, w))(small)
+    norms = jax.jit(lambda w: parameter_norms(plan, w))(small)
     values = expected(unshard(plan, weights))
-    assert {path: float(x) / scale for path, x in found.items()} == pytest.approx(values, rel=1e-6)
+    assert {path: float(x) / scale for path, x in norms.items()} == pytest.approx(values, rel=1e-6)
 
 
 @pytest.mark.each_value
@@ -123,12 +126,12 @@ def test_what_is_not_finite_spoils_its_own_parameter_alone(bad, norm_type):
     plan, weights = fully_shard(diagnosed.parameters(), data_parallel_mesh(4))
     spoiled = {key: array if key else array.at[3].set(bad) for key, array in weights.items()}
     clean = parameter_norms(plan, weights, norm_type=norm_type)
-    for found in (
+    for norms in (
         parameter_norms(plan, spoiled, norm_type=norm_type),
         jax.jit(lambda w: parameter_norms(plan, w, norm_type=norm_type))(spoiled),
     ):
-        np.testing.assert_equal(float(found.pop("embed")), bad)
-        assert {k: float(v) for k, v in found.items()} == pytest.approx(
+        np.testing.assert_equal(float(norms.pop("embed")), bad)
+        assert {k: float(v) for k, v in norms.items()} == pytest.approx(
             {k: v for k, v in clean.items() if k != "embed"}, rel=1e-6
         )
 

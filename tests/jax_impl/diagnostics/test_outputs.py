@@ -50,7 +50,7 @@ def gradients(plan, weights, microbatches=1, rows=None):
     return jax.jit(make_gradients(plan, diagnosed.loss, microbatches))(weights, batch)
 
 
-def place(engine_stack, number, name=""):
+def unit_and_layer(engine_stack, number, name=""):
     unit = "layers" if engine_stack else f"layers/{number}"
     return (f"{unit}/{name}" if name else unit, number if engine_stack else None)
 
@@ -64,18 +64,18 @@ def place(engine_stack, number, name=""):
 def test_it_begins_in_the_unit_whose_weights_are_bad(engine, stacked, recompute, microbatches):
     # Of layer 1 the outer unit alone: its inner one is fine, and that of layer 2 is not, but only by its inputs.
     plan, weights = sharded(engine, stacked, (1, "scale"), recompute=recompute)
-    with watch_nonfinite_outputs(plan) as found:
+    with watch_nonfinite_outputs(plan) as reports:
         gradients(plan, weights, microbatches)
-    seen = [(one.unit, one.layer, one.begins) for one in found]
+    seen = [(report.unit, report.layer, report.begins) for report in reports]
     assert seen == [
-        (*place(stacked, 1), True),
+        (*unit_and_layer(stacked, 1), True),
         ("", None, True),
-        (*place(stacked, 2, "mlp"), False),
-        (*place(stacked, 2), False),
+        (*unit_and_layer(stacked, 2, "mlp"), False),
+        (*unit_and_layer(stacked, 2), False),
     ]
-    assert found[0].devices == tuple(str(device) for device in plan.mesh.devices)
-    assert (found[0].nan, found[0].inf) == (diagnosed.WIDTH, 0)
-    assert found[0].unit in str(found[0])
+    assert reports[0].devices == tuple(str(device) for device in plan.mesh.devices)
+    assert (reports[0].nan, reports[0].inf) == (diagnosed.WIDTH, 0)
+    assert reports[0].unit in str(reports[0])
 
 
 @pytest.mark.slow
@@ -85,21 +85,21 @@ def test_the_device_whose_rows_are_bad(engine):
     plan, weights = sharded(engine, True)
     rows = diagnosed.rows(8)
     rows[5, 2] = np.nan  # the second microbatch of device 2
-    with watch_nonfinite_outputs(plan) as found:
+    with watch_nonfinite_outputs(plan) as reports:
         gradients(plan, weights, 2, rows)
-    inside = [one for one in found if one.unit]
+    inside = [report for report in reports if report.unit]
     assert len(inside) == 2 * diagnosed.LAYERS
-    assert not any(one.begins for one in found)
-    assert {one.devices for one in inside} == {(str(plan.mesh.devices[2]),)}
+    assert not any(report.begins for report in reports)
+    assert {report.devices for report in inside} == {(str(plan.mesh.devices[2]),)}
 
 
 @pytest.mark.slow
 def test_a_bad_weight_of_the_root_is_not_laid_on_the_first_unit():
     plan, weights = sharded(bad=("embed",))
-    with watch_nonfinite_outputs(plan) as found:
+    with watch_nonfinite_outputs(plan) as reports:
         gradients(plan, weights)
-    assert (found[0].unit, found[0].begins) == ("", True)
-    assert not any(one.begins for one in found[1:])
+    assert (reports[0].unit, reports[0].begins) == ("", True)
+    assert not any(report.begins for report in reports[1:])
 
 
 @pytest.mark.slow
@@ -112,22 +112,22 @@ def test_a_step_compiled_before_is_watched_and_unwatched_after():
     batch[2, 3] = np.inf
     plain = step.lower(state, batch).as_text()
     step(state, batch)
-    with watch_nonfinite_outputs(plan) as found, watch_nonfinite_outputs(other) as none:
+    with watch_nonfinite_outputs(plan) as reports, watch_nonfinite_outputs(other) as none:
         step(state, batch)
         jax.effects_barrier()
-        assert (found[0].unit, found[0].begins) == ("layers/0/mlp", False)
-        assert found[0].devices == (str(plan.mesh.devices[2]),)
+        assert (reports[0].unit, reports[0].begins) == ("layers/0/mlp", False)
+        assert reports[0].devices == (str(plan.mesh.devices[2]),)
         gradients(other, fine)
-        before = list(found)
+        before = list(reports)
         assert "callback" in step.lower(state, batch).as_text()
-    assert found == before
+    assert reports == before
     assert none == []
     assert step.lower(state, batch).as_text() == plain
     assert "callback" not in plain
-    found.clear()
+    reports.clear()
     step(state, batch)
     jax.effects_barrier()
-    assert found == []
+    assert reports == []
     # The watched program is still there, and tells whichever watch is open.
     with watch_nonfinite_outputs(plan) as again:
         step(state, batch)
@@ -138,9 +138,9 @@ def test_a_step_compiled_before_is_watched_and_unwatched_after():
 def test_bits_of_a_watched_step_are_those_of_an_unwatched_one():
     plan, weights = sharded(stacked=True)
     loss, plain, _ = gradients(plan, weights)
-    with watch_nonfinite_outputs(plan) as found:
+    with watch_nonfinite_outputs(plan) as reports:
         watched_loss, watched, _ = gradients(plan, weights)
-    assert found == []
+    assert reports == []
     assert loss == watched_loss
     for key, array in plain.items():
         np.testing.assert_array_equal(array, watched[key])

@@ -64,13 +64,13 @@ def gather(*between: str) -> tuple[str, ...]:
     ],
 )
 def test_a_product_between_start_and_end_overlaps(lines: tuple[str, ...], before: str, overlaps: bool):
-    (found,) = read_collectives(program(*lines, before=before))
-    assert (found.kind, found.arrays, found.times) == ("all_gather", (Array("f32", 64),), 1)
-    assert found.overlaps == overlaps
+    (collective,) = read_collectives(program(*lines, before=before))
+    assert (collective.kind, collective.arrays, collective.times) == ("all_gather", (Array("f32", 64),), 1)
+    assert collective.overlaps == overlaps
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "arrays"),
+    ("line", "operation", "arrays"),
     [
         (
             "%s = ((f32[64]{0}, bf16[8,4]{1,0}), (f32[16]{0}, bf16[2,4]{1,0})) reduce-scatter-start(%x, %y)",
@@ -89,10 +89,10 @@ def test_a_product_between_start_and_end_overlaps(lines: tuple[str, ...], before
         ("%s = (f32[16]{0}, f32[]) all-reduce-start(%x, %y)", "psum", (Array("f32", 16), Array("f32", 1))),
     ],
 )
-def test_full_arrays_are_told_one_by_one(line: str, kind: str, arrays: tuple[Array, ...]):
-    (found,) = read_collectives(program(f"{line}, {GROUPS}"))
-    assert (found.kind, found.arrays) == (kind, arrays)
-    assert found.bytes == sum(
+def test_full_arrays_are_told_one_by_one(line: str, operation: str, arrays: tuple[Array, ...]):
+    (collective,) = read_collectives(program(f"{line}, {GROUPS}"))
+    assert (collective.kind, collective.arrays) == (operation, arrays)
+    assert collective.bytes == sum(
         array.size * {"f32": 4, "bf16": 2, "f8e4m3fn": 1}[array.dtype] for array in arrays
     )
 
@@ -101,8 +101,10 @@ def test_full_arrays_are_told_one_by_one(line: str, kind: str, arrays: tuple[Arr
     "groups", ["[2,4]<=[8]", "mesh['dp_outer'=2,'dp'=4] {'dp'}", "{{0,1,2,3},{4,5,6,7}}"]
 )
 def test_groups_are_read_as_every_version_writes_them(groups: str):
-    (found,) = read_collectives(program(f"%s = f32[16]{{0}} reduce-scatter(%x), replica_groups={groups}"))
-    assert found.arrays == (Array("f32", 64),)
+    (collective,) = read_collectives(
+        program(f"%s = f32[16]{{0}} reduce-scatter(%x), replica_groups={groups}")
+    )
+    assert collective.arrays == (Array("f32", 64),)
 
 
 def test_loops_are_multiplied_out():
@@ -115,10 +117,10 @@ def test_loops_are_multiplied_out():
         )
     )
     loop = "%w = f32[64]{0} while(%x), condition=%condition, body=%outer"
-    (found,) = read_collectives(
+    (collective,) = read_collectives(
         program(f'{loop}, backend_config={{"known_trip_count":{{"n":"5"}}}}', before=before)
     )
-    assert (found.times, found.bytes) == (15, 15 * 256)
+    assert (collective.times, collective.bytes) == (15, 15 * 256)
     with pytest.raises(ValueError, match="loops of known length"):
         read_collectives(program(loop, before=before))
 
@@ -132,8 +134,8 @@ def test_a_loop_of_a_tpu_has_its_length_in_its_condition(counter: str):
         "ROOT %c = pred[]{:T(512)} compare(%i, %n), direction=LT",
     )
     loop = "%w = f32[64]{0} while(%x), condition=%condition, body=%turn"
-    (found,) = read_collectives(program(loop, before=before))
-    assert found.times == 32
+    (collective,) = read_collectives(program(loop, before=before))
+    assert collective.times == 32
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_collective_in_a_branch_is_refused(branches: str):
 
 def test_async_start_is_the_collective_that_it_wraps():
     before = computation("wrapped", f"ROOT %g = f32[16]{{0}} reduce-scatter(%x), {GROUPS}")
-    (found,) = read_collectives(
+    (collective,) = read_collectives(
         program(
             "%s = ((f32[64]{0}), f32[16]{0}, s32[]) async-start(%x), calls=%wrapped",
             PRODUCT,
@@ -162,7 +164,7 @@ def test_async_start_is_the_collective_that_it_wraps():
             before=before,
         )
     )
-    assert found == Scheduled("reduce_scatter", (Array("f32", 64),), 1, True, "s")
+    assert collective == Scheduled("reduce_scatter", (Array("f32", 64),), 1, True, "s")
 
 
 def tpu(*pieces: str) -> str:
@@ -174,10 +176,10 @@ def tpu(*pieces: str) -> str:
     }
     before, lines = "", []
     for number, piece in enumerate(pieces):
-        kind, channel = piece.split(":")
+        stage, channel = piece.split(":")
         attributes = f'channel_id={channel}, frontend_attributes={{chain_id="{channel}"}}'
         gathers = f"%g = f32[64]{{0}} all-gather(%x), {attributes}"
-        before += computation(f"f{number}", gathers, inside[kind])
+        before += computation(f"f{number}", gathers, inside[stage])
         lines.append(f"%fusion.{number} = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%f{number}")
     return program(*lines, before=before)
 
@@ -195,9 +197,9 @@ def tpu(*pieces: str) -> str:
 def test_the_pieces_of_an_asynchronous_collective_on_a_tpu_are_one(
     pieces: tuple[str, ...], overlaps: list[bool]
 ):
-    found = read_collectives(tpu(*pieces))
-    assert [one.overlaps for one in found] == overlaps
-    assert {one.arrays for one in found} == {(Array("f32", 64),)}
+    collectives = read_collectives(tpu(*pieces))
+    assert [collective.overlaps for collective in collectives] == overlaps
+    assert {collective.arrays for collective in collectives} == {(Array("f32", 64),)}
 
 
 def test_one_fusion_may_start_a_gather_beside_a_reduction_that_is_under_way():
@@ -228,14 +230,14 @@ def test_a_fusion_that_reduces_and_slices_is_a_reduce_scatter_and_an_psum_before
         f"%r = f32[64]{{0}} all-reduce(%x), {GROUPS}",
         "ROOT %c = f32[16]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={16}",
     )
-    (found,) = read_collectives(
+    (collective,) = read_collectives(
         program("%all-reduce-scatter = f32[16]{0} fusion(%x), kind=kCustom, calls=%scatter", before=fused)
     )
-    assert (found.kind, found.arrays) == ("reduce_scatter", (Array("f32", 64),))
-    (found,) = read_collectives(
+    assert (collective.kind, collective.arrays) == ("reduce_scatter", (Array("f32", 64),))
+    (collective,) = read_collectives(
         program(f"%r = f32[64]{{0}} all-reduce(%x), {GROUPS}", "%c = f32[16]{0} dynamic-slice(%r, %i)")
     )
-    assert found.kind == "psum"
+    assert collective.kind == "psum"
 
 
 def test_shares_are_weighted_by_bytes_and_turns():

@@ -15,7 +15,7 @@ OPERATION = re.compile(r' (all-gather|reduce-scatter|tanh|multiply)(?:-start)?\(
 
 
 def operations(engine, strategy, stacked, recompute, microbatches=2, prefetch=0):
-    """``(kind, unit, phase)`` of each compiled operation: the innermost unit in its name, and what comes after it."""
+    """``(operation, unit, phase)`` of each compiled one: the innermost unit in its name, and what comes after it."""
     plan, weights = fully_shard(
         diagnosed.parameters(stacked),
         data_parallel_mesh(diagnosed.WIDTH),  # so that the pjit engine cuts weights, too
@@ -30,14 +30,14 @@ def operations(engine, strategy, stacked, recompute, microbatches=2, prefetch=0)
     function = jax.jit(make_gradients(plan, diagnosed.loss, microbatches))
     text = function.lower(weights, batch).compile().as_text()
     units = sorted((name or "(root)" for name in plan.units), key=len, reverse=True)
-    found = Counter()
-    for kind, name in OPERATION.findall(text):
+    counts = Counter()
+    for operation, name in OPERATION.findall(text):
         # A merged operation has the names of all its parts.
         at, unit = max((name.rfind(unit), unit) for unit in units)
         phase = re.search(r"(gather|reduce|recompute)/", name[at:]) if at >= 0 else None
         backward = "backward " if "transpose(" in name else ""
-        found[kind, unit if at >= 0 else "", backward + (phase[1] if phase else "")] += 1
-    return found, list(plan.units)
+        counts[operation, unit if at >= 0 else "", backward + (phase[1] if phase else "")] += 1
+    return counts, list(plan.units)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def operations(engine, strategy, stacked, recompute, microbatches=2, prefetch=0)
     ],
 )
 def test_operations_of_the_shard_map_engine_name_their_unit(strategy, stacked, recompute):
-    found, units = operations("shard_map", strategy, stacked, recompute)
+    counts, units = operations("shard_map", strategy, stacked, recompute)
     for name in units:
         unit = name or "(root)"
-        gathers = {key[2] for key in found if key[:2] == ("all-gather", unit)}
-        reductions = {key[2] for key in found if key[:2] == ("reduce-scatter", unit)}
+        gathers = {key[2] for key in counts if key[:2] == ("all-gather", unit)}
+        reductions = {key[2] for key in counts if key[:2] == ("reduce-scatter", unit)}
         if strategy == "optim_grads_params":
             # No gradient needs the root's one matrix.
             assert gathers == ({"gather", "backward gather"} if name else {"gather"})
@@ -63,15 +63,15 @@ def test_operations_of_the_shard_map_engine_name_their_unit(strategy, stacked, r
             assert (gathers, reductions) == ({"gather"}, {"backward reduce"})
         else:
             assert (gathers, reductions) == ({"gather"}, {"reduce"})
-        assert (found["tanh", unit, "backward recompute"] > 0) == (recompute and unit.endswith("mlp"))
-    check_computations(found, units)
+        assert (counts["tanh", unit, "backward recompute"] > 0) == (recompute and unit.endswith("mlp"))
+    check_computations(counts, units)
 
 
-def check_computations(found, units):
+def check_computations(counts, units):
     for unit in units:
         if unit.endswith("mlp"):
-            assert found["tanh", unit, ""]
-            assert found["multiply", unit, "backward "]
+            assert counts["tanh", unit, ""]
+            assert counts["multiply", unit, "backward "]
 
 
 @pytest.mark.fast_cases("False-0")
@@ -81,9 +81,9 @@ def check_computations(found, units):
     [(False, 0), (False, 1), pytest.param(True, 0, marks=pytest.mark.slow)],
 )
 def test_operations_of_the_pjit_engine_name_their_unit(stacked, prefetch):
-    found, units = operations("pjit", "optim_grads_params", stacked, False, prefetch=prefetch)
-    check_computations(found, units)
-    gathers = {key for key in found if key[0] == "all-gather"}
+    counts, units = operations("pjit", "optim_grads_params", stacked, False, prefetch=prefetch)
+    check_computations(counts, units)
+    gathers = {key for key in counts if key[0] == "all-gather"}
     assert {phase for *_, phase in gathers} == {"gather", "backward gather"}
     for name in units:
-        assert not name.endswith("mlp") or found["all-gather", name, "gather"]
+        assert not name.endswith("mlp") or counts["all-gather", name, "gather"]

@@ -49,8 +49,8 @@ def assert_equal_to_plain(name: str, record_property: Any) -> Callable[[Result],
     return partial(_assert_equal_to_plain, name, record_property)
 
 
-def _assert_equal_to_plain(name: str, record_property: Any, found: Result) -> None:
-    losses, arrays = differences(found, plain(name))
+def _assert_equal_to_plain(name: str, record_property: Any, run: Result) -> None:
+    losses, arrays = differences(run, plain(name))
     record_property("losses", losses)
     record_property("arrays", arrays)
     assert losses < TOLERANCE

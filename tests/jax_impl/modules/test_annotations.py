@@ -41,7 +41,7 @@ def said(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(one.message) for one in caught if "sharding annotations" in str(one.message)]
+    return [str(warning.message) for warning in caught if "sharding annotations" in str(warning.message)]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_training_is_refused_too(name: str, microbatches: int) -> None:
     run, message = REFUSED[name]
     plan, state, _ = sharded()
     step = make_train_step(
-        plan, lambda *given: jnp.mean(run(*given) ** 2), optax.sgd(0.1), microbatches=microbatches
+        plan, lambda *arguments: jnp.mean(run(*arguments) ** 2), optax.sgd(0.1), microbatches=microbatches
     )
     with pytest.raises(ValueError, match=message):
         step(state, rows())
@@ -139,21 +139,21 @@ def test_a_sum_over_one_of_two_axes_does_not_make_devices_agree() -> None:
 @pytest.mark.parametrize("all_done", [of_all_rows, of_no_rows])
 def test_conditions_of_all_devices_run(all_done: Any) -> None:
     plan, state, model = sharded()
-    found = make_eval_step(plan, until(all_done))(state, rows())
+    outputs = make_eval_step(plan, until(all_done))(state, rows())
     expected = until(of_no_rows if all_done is of_no_rows else of_own_rows)(model, rows())
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_pjit_engine_decides_by_all_rows() -> None:
     plan, state, model = sharded("pjit")
-    found = make_eval_step(plan, until(of_own_rows))(state, rows())
-    np.testing.assert_allclose(found, until(of_own_rows)(model, rows()), rtol=1e-5, atol=1e-6)
+    outputs = make_eval_step(plan, until(of_own_rows))(state, rows())
+    np.testing.assert_allclose(outputs, until(of_own_rows)(model, rows()), rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_are_whole_may_be_used_in_any_loop() -> None:
     plan, state, model = sharded(strategy="no_shard")
-    found = make_eval_step(plan, until(of_own_rows))(state, rows())
-    np.testing.assert_allclose(found, until(of_own_rows)(model, rows()), rtol=1e-5, atol=1e-6)
+    outputs = make_eval_step(plan, until(of_own_rows))(state, rows())
+    np.testing.assert_allclose(outputs, until(of_own_rows)(model, rows()), rtol=1e-5, atol=1e-6)
 
 
 def test_inputs_after_the_batch_decide_for_all() -> None:
@@ -162,5 +162,5 @@ def test_inputs_after_the_batch_decide_for_all() -> None:
     def run(model: Any, rows: Any, on: jax.Array) -> jax.Array:
         return lax.cond(on, model, lambda x: x, rows["x"])
 
-    found = make_eval_step(plan, run)(state, rows(), np.array(True))
-    np.testing.assert_allclose(found, model(rows()["x"]), rtol=1e-5, atol=1e-6)
+    outputs = make_eval_step(plan, run)(state, rows(), np.array(True))
+    np.testing.assert_allclose(outputs, model(rows()["x"]), rtol=1e-5, atol=1e-6)

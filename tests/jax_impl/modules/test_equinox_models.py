@@ -103,9 +103,9 @@ def trained(plan: Any, weights: Any, loss_fn: Any, x: Any, microbatches: int = 1
     return losses, state
 
 
-def assert_equal_models(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_equal_models(model: Any, expected: Any) -> None:
+    assert jax.tree.structure(model) == jax.tree.structure(expected)
+    for mine, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
         if eqx.is_array(other):
             np.testing.assert_allclose(mine, other, atol=1e-6)
         else:
@@ -143,9 +143,13 @@ def test_a_unit_under_vmap_is_gathered_and_reduced_once_for_all_rows(vectorize: 
     def vectorized(model: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(vectorize(lambda row: model(row))(x))
 
-    found = count_collectives(make_gradients(plan, vectorized), weights, shard_batch(plan, rows()))
+    counts = count_collectives(make_gradients(plan, vectorized), weights, shard_batch(plan, rows()))
     unit, root = plan.arrays["blocks/0"].shape[0], plan.arrays[""].shape[0]
-    calls = {(one.kind, one.size): n for one, n in found.items() if one.kind == "reduce_scatter"}
+    calls = {
+        (collective.kind, collective.size): n
+        for collective, n in counts.items()
+        if collective.kind == "reduce_scatter"
+    }
     # Two calls of the first block, one of the second.
     assert calls == {("reduce_scatter", unit): 3, ("reduce_scatter", root): 1}
 
@@ -182,9 +186,9 @@ def test_units_under_vmap_have_the_gradient_of_the_sum(engine: str, loss_fn: Any
     params = {"blocks": [{"w": jax.random.normal(jax.random.key(1), (4, 4))}]}
     expected, gradients = jax.value_and_grad(loss_fn)(params, rows())
     plan, weights = fully_shard(params, data_parallel_mesh(4), engine=engine)
-    value, found, _ = jax.jit(make_gradients(plan, loss_fn))(weights, shard_batch(plan, rows()))
+    value, reduced, _ = jax.jit(make_gradients(plan, loss_fn))(weights, shard_batch(plan, rows()))
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    assert_equal_models(plan.merge(unshard(plan, found)), gradients)
+    assert_equal_models(plan.merge(unshard(plan, reduced)), gradients)
 
 
 def test_an_ensemble_under_vmap_has_gradients_of_its_members() -> None:
@@ -198,9 +202,9 @@ def test_an_ensemble_under_vmap_has_gradients_of_its_members() -> None:
     expected, gradients = jax.value_and_grad(ensemble)(params, rows())
     plan, weights = fully_shard(params, data_parallel_mesh(4), stacked=["members"])
     assert plan.units["members"].module.layers == 3
-    value, found, _ = jax.jit(make_gradients(plan, ensemble))(weights, shard_batch(plan, rows()))
+    value, reduced, _ = jax.jit(make_gradients(plan, ensemble))(weights, shard_batch(plan, rows()))
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    assert_equal_models(plan.merge(unshard(plan, found)), gradients)
+    assert_equal_models(plan.merge(unshard(plan, reduced)), gradients)
 
 
 @pytest.mark.slow

@@ -75,9 +75,9 @@ def assert_trains_as_alone(params: Any, loss: Any, microbatches: int = 2, **opti
         params = optax.apply_updates(params, updates)
         state, metrics = step(state, x)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    found = plan.merge(unshard(plan, state))
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=1e-6), found, params)
+    trained = plan.merge(unshard(plan, state))
+    assert jax.tree.structure(trained) == jax.tree.structure(params)
+    jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=1e-6), trained, params)
     return plan, state
 
 
@@ -108,13 +108,17 @@ def test_layers_that_are_transformed_each_are_units(engine: str) -> None:
 def test_a_unit_of_a_network_is_gathered_for_each_parameter_and_a_layer_once() -> None:
     mesh = data_parallel_mesh(4)
     plan, weights = fully_shard(NETWORK.init(jax.random.key(0), rows()), mesh, units=["mlp/~/linear_0"])
-    found = count_collectives(make_gradients(plan, whole), weights, shard_batch(plan, rows()))
-    reductions = {one.size: n for one, n in found.items() if one.kind == "reduce_scatter"}
+    counts = count_collectives(make_gradients(plan, whole), weights, shard_batch(plan, rows()))
+    reductions = {
+        collective.size: n for collective, n in counts.items() if collective.kind == "reduce_scatter"
+    }
     assert reductions == {plan.arrays["mlp/~/linear_0"].shape[0]: 2, plan.arrays[""].shape[0]: 1}
     # Unaligned shards have sizes of their own.
     plan, weights = fully_shard(layers(), mesh, align=1)
-    found = count_collectives(make_gradients(plan, by_layers), weights, shard_batch(plan, rows()))
-    reductions = {one.size: n for one, n in found.items() if one.kind == "reduce_scatter"}
+    counts = count_collectives(make_gradients(plan, by_layers), weights, shard_batch(plan, rows()))
+    reductions = {
+        collective.size: n for collective, n in counts.items() if collective.kind == "reduce_scatter"
+    }
     assert reductions == {plan.arrays["layers/0"].shape[0]: 2, plan.arrays[""].shape[0]: 1}
 
 

@@ -68,15 +68,15 @@ def loss_of(net: linen.Module, apply: Any) -> Any:
 
 def alone(net: linen.Module, variables: Any, parts: int) -> tuple[Any, Any, list[float]]:
     """Plain optax, each step's loss and statistics the mean over ``parts`` of its rows."""
-    optimizer, one = optax.sgd(0.1, momentum=0.9), loss_of(net, linen.Module.apply)
+    optimizer, loss_of_part = optax.sgd(0.1, momentum=0.9), loss_of(net, linen.Module.apply)
     params, stats = variables["params"], variables["batch_stats"]
     opt_state, losses = optimizer.init(params), []
 
     @jax.jit
     def step(params: Any, opt_state: Any, stats: Any, x: jax.Array) -> Any:
         def mean(params: Any) -> Any:
-            found = [one(params, part, stats) for part in jnp.split(x, parts)]
-            return jax.tree.map(lambda *each: sum(each) / parts, *found)
+            of_parts = [loss_of_part(params, part, stats) for part in jnp.split(x, parts)]
+            return jax.tree.map(lambda *each: sum(each) / parts, *of_parts)
 
         (loss, stats), gradients = jax.value_and_grad(mean, has_aux=True)(params)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
@@ -104,12 +104,12 @@ def assert_trains_with_statistics(
     step = make_train_step(
         plan, loss_of(net, apply_linen), optimizer, microbatches=microbatches, has_aux=True
     )
-    state, found = init_state(plan, weights, optimizer), variables["batch_stats"]
+    state, statistics = init_state(plan, weights, optimizer), variables["batch_stats"]
     for number in range(STEPS):
-        state, metrics = step(state, rows(number), found)
-        found = metrics["aux"]
+        state, metrics = step(state, rows(number), statistics)
+        statistics = metrics["aux"]
         np.testing.assert_allclose(metrics["loss"], losses[number], rtol=1e-5)
-    assert_trees_close(found, stats)
+    assert_trees_close(statistics, stats)
     assert_trees_close(plan.merge(unshard(plan, state.weights)), params)
 
 
@@ -134,8 +134,8 @@ def test_sown_values_leave_their_units(engine):
     collections = {name: variables[name] for name in ("params", "batch_stats")}
 
     def loss(params: Any, x: jax.Array, apply: Any) -> Any:
-        given = {**collections, "params": params}
-        y, updated = apply(net, given, x, mutable=["batch_stats", "intermediates"])
+        bound = {**collections, "params": params}
+        y, updated = apply(net, bound, x, mutable=["batch_stats", "intermediates"])
         return jnp.mean(y**2), updated
 
     plan, weights = fully_shard(
@@ -146,7 +146,7 @@ def test_sown_values_leave_their_units(engine):
         engine=engine,
     )
     step = make_train_step(plan, lambda params, x: loss(params, x, apply_linen), optax.sgd(0.1), has_aux=True)
-    (_, found), _ = step.gradients(weights, x)
+    (_, collected), _ = step.gradients(weights, x)
     _, expected = loss(variables["params"], x, linen.Module.apply)
     assert len(expected["intermediates"]["again"]["features"]) == 2
-    assert_trees_close(found, expected)
+    assert_trees_close(collected, expected)

@@ -176,10 +176,10 @@ def test_layers_are_gathered_and_reduced_one_by_one_and_the_program_does_not_gro
         params = net.init(jax.random.key(0), x)["params"]
         plan, weights = fully_shard(params, data_parallel_mesh(4), units=["layers/*"], stacked=["layers"])
         gradients = make_gradients(plan, linen_loss(net, apply_linen))
-        found = count_collectives(gradients, weights, shard_batch(plan, x))
+        counted = count_collectives(gradients, weights, shard_batch(plan, x))
         counts = {
-            kind: sum(n for each, n in found.items() if each.kind == kind)
-            for kind in ("all_gather", "reduce_scatter")
+            operation: sum(n for each, n in counted.items() if each.kind == operation)
+            for operation in ("all_gather", "reduce_scatter")
         }
         assert counts == {"all_gather": 2 * (length + 1), "reduce_scatter": length + 1}
         sizes.append(equations(jax.make_jaxpr(gradients)(weights, shard_batch(plan, x)).jaxpr))
@@ -193,7 +193,7 @@ def equations(jaxpr: Any) -> int:
         for equation in jaxpr.eqns
         for leaf in jax.tree.leaves([*equation.params.values()], is_leaf=lambda p: hasattr(p, "eqns"))
     ]
-    return len(jaxpr.eqns) + sum(equations(one) for one in inner if hasattr(one, "eqns"))
+    return len(jaxpr.eqns) + sum(equations(program) for program in inner if hasattr(program, "eqns"))
 
 
 @pytest.mark.fast_cases("net0-units0-stacked0", "net1-units1-stacked1")

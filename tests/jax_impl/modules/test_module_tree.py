@@ -128,8 +128,8 @@ class Noisy(nnx.Module):
 def test_variables_that_are_no_parameters_are_listed_once_with_their_kinds():
     model = Noisy(nnx.Rngs(0, dropout=1))
     infos = variable_infos(model)
-    kinds = {path: info.cls.__name__ for path, info in infos.items()}
-    assert kinds == {
+    classes = {path: info.cls.__name__ for path, info in infos.items()}
+    assert classes == {
         "again/mean": "BatchStat",
         "again/var": "BatchStat",
         "drop/rngs/count": "RngCount",

@@ -96,10 +96,10 @@ def assert_gradients_as_alone(
 
     expected, gradients = jax.jit(jax.value_and_grad(mean))(params)
     plan, weights = fully_shard(params, data_parallel_mesh(DEVICES), engine=engine, **options)
-    value, found, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows()))
+    value, reduced, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows()))
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     for mine, other in zip(
-        jax.tree.leaves(plan.merge(unshard(plan, found))), jax.tree.leaves(gradients), strict=True
+        jax.tree.leaves(plan.merge(unshard(plan, reduced))), jax.tree.leaves(gradients), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=1e-12)
     return plan
@@ -133,12 +133,12 @@ def test_names_of_the_mesh_may_be_among_them():
     with jax.enable_x64(True):
         expected, gradients = jax.jit(jax.value_and_grad(loss_over("batch")))(parameters(), rows())
         plan, weights = fully_shard(parameters(), data_parallel_mesh(DEVICES))
-        given = shard_batch(plan, rows())
-        value, found, _ = jax.jit(make_gradients(plan, loss_over(("dp", "batch"))))(weights, given)
+        batch = shard_batch(plan, rows())
+        value, reduced, _ = jax.jit(make_gradients(plan, loss_over(("dp", "batch"))))(weights, batch)
         np.testing.assert_allclose(value, expected, rtol=1e-12)
-        for path, one in unshard(plan, found).items():
+        for path, gradient in unshard(plan, reduced).items():
             block = int(path.split("/")[1])
-            np.testing.assert_allclose(one, gradients["blocks"][block]["w"], atol=1e-12)
+            np.testing.assert_allclose(gradient, gradients["blocks"][block]["w"], atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
@@ -155,8 +155,12 @@ def test_recomputed_units_in_a_loop_do_not_and_are_refused():
 
 def test_a_unit_is_gathered_and_reduced_once_for_all_of_a_named_axis():
     plan, weights = fully_shard(parameters(), data_parallel_mesh(DEVICES))
-    found = count_collectives(make_gradients(plan, one_axis), weights, shard_batch(plan, rows()))
-    counts = {(one.kind, one.size): n for one, n in found.items() if one.kind == "reduce_scatter"}
+    counted = count_collectives(make_gradients(plan, one_axis), weights, shard_batch(plan, rows()))
+    counts = {
+        (collective.kind, collective.size): n
+        for collective, n in counted.items()
+        if collective.kind == "reduce_scatter"
+    }
     assert counts == {("reduce_scatter", plan.arrays["blocks/0"].shape[0]): 2}
 
 
@@ -233,7 +237,7 @@ def test_nnx_modules_know_the_names_too(engine):
         parts = jnp.split(rows(), DEVICES if engine == "shard_map" else 1)
         expected = jax.grad(lambda state: sum(alone(state, part) for part in parts) / len(parts))(state)
         plan, weights = fully_shard(model, data_parallel_mesh(DEVICES), units=["*"], engine=engine)
-        _, found, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows()))
-        gradients = unshard(plan, found)
+        _, reduced, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows()))
+        gradients = unshard(plan, reduced)
         for path, value in nnx.to_flat_state(expected):
             np.testing.assert_allclose(gradients["/".join(map(str, path))], value[...], atol=1e-12)

@@ -40,11 +40,11 @@ def mean_square(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - 0.3) ** 2)
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 2e-5) -> None:
-    assert sorted(found) == sorted(expected)
+def assert_close(arrays: dict[str, Any], expected: dict[str, Any], tolerance: float = 2e-5) -> None:
+    assert sorted(arrays) == sorted(expected)
     for path, value in expected.items():
         scale = float(np.abs(value).max(initial=0))
-        np.testing.assert_allclose(found[path], value, rtol=0, atol=tolerance * scale + 1e-7, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=0, atol=tolerance * scale + 1e-7, err_msg=path)
 
 
 def plain(
@@ -123,10 +123,10 @@ def test_a_model_of_library_layers_trains(engine, strategy):
     model, batch = Attention(nnx.Rngs(0)), rows(8, 5, 3)
     units = ["conv", "blocks/*/attend", "blocks/*/mlp", "cells", "head"]
     value, expected, _ = plain(model, mean_square, batch)
-    found, gradients, _ = sharded(
+    sharded_loss, gradients, _ = sharded(
         model, mean_square, batch, microbatches=2, engine=engine, strategy=strategy, units=units
     )
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
 
 
@@ -179,8 +179,8 @@ def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(s
 def test_pjit_normalises_the_whole_microbatch(units):
     model, batch = Normed(nnx.Rngs(0)), rows(12, DIM)
     value, expected, after = plain(model, mean_square, batch)
-    found, gradients, state = sharded(model, mean_square, batch, engine="pjit", units=units)
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    sharded_loss, gradients, state = sharded(model, mean_square, batch, engine="pjit", units=units)
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
     assert_close(state.variables, after)
 
@@ -227,8 +227,10 @@ def test_a_model_set_to_eval_inside_the_loss_is_so_in_its_units():
         return mean_square(model, x)
 
     value, expected, after = plain(model, evaluated, batch)
-    found, gradients, state = sharded(model, evaluated, batch, units=["first", "second", "second/norm"])
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    sharded_loss, gradients, state = sharded(
+        model, evaluated, batch, units=["first", "second", "second/norm"]
+    )
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
     assert_close(state.variables, {path: np.asarray(x) for path, x in variable_leaves(model).items()})
     assert_close(after, {path: np.asarray(x) for path, x in variable_leaves(model).items()})
@@ -264,7 +266,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
     model, batch = Scanned(nnx.Rngs(0)), rows(8, DIM)
     value, expected, after = plain(model, mean_square, batch)
     devices = 4 if engine == "pjit" else 1  # batch norm: on one device both engines see the whole batch
-    found, gradients, state = sharded(
+    sharded_loss, gradients, state = sharded(
         model,
         mean_square,
         batch,
@@ -274,7 +276,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
         stacked=["layers"],
         recompute=recompute,
     )
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
     assert_close(state.variables, after)
 
@@ -337,10 +339,10 @@ def test_methods_of_units_can_be_called(engine, strategy):
     model = Methods(nnx.Rngs(0))
     batch = np.random.default_rng(0).integers(0, 16, (8, 3)).astype(np.int32)
     value, expected, _ = plain(model, mean_square, batch)
-    found, gradients, _ = sharded(
+    sharded_loss, gradients, _ = sharded(
         model, mean_square, batch, engine=engine, strategy=strategy, units=["embed", "linear"]
     )
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
 
 
@@ -399,8 +401,8 @@ def test_variables_that_appear_in_a_unit_are_refused_and_at_the_root_a_loss_may_
 
     batch = rows(4, DIM)
     value, expected, _ = plain(Sowing(nnx.Rngs(0)), loss, batch)
-    found, gradients, _ = sharded(Sowing(nnx.Rngs(0)), loss, batch, units=["linear"])
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    sharded_loss, gradients, _ = sharded(Sowing(nnx.Rngs(0)), loss, batch, units=["linear"])
+    np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
     assert_close(gradients, expected)
     sharded(Sowing(nnx.Rngs(0)), mean_square, batch, units=["linear"])
     with pytest.raises(ValueError, match=r"unit 'inner': expected the same variables .*new ones \['seen'\]"):
@@ -424,6 +426,6 @@ def test_a_linen_module_works_through_flaxs_own_bridge():
     model, batch = Wrapped(nnx.Rngs(0)), rows(8, DIM)
     value, expected, _ = plain(model, mean_square, batch)
     for engine in ENGINES:
-        found, gradients, _ = sharded(model, mean_square, batch, engine=engine, units=["net", "out"])
-        np.testing.assert_allclose(found, value, rtol=1e-5)
+        sharded_loss, gradients, _ = sharded(model, mean_square, batch, engine=engine, units=["net", "out"])
+        np.testing.assert_allclose(sharded_loss, value, rtol=1e-5)
         assert_close(gradients, expected)

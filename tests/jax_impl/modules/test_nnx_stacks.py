@@ -114,11 +114,11 @@ def assert_trains_as_alone(model: nnx.Module, **options: Any) -> ShardingPlan:
         updates, moments = optimizer.update(gradients, moments, alone)
         alone = optax.apply_updates(alone, updates)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-    found = unshard(plan, state.weights)
+    trained = unshard(plan, state.weights)
     flat = {"/".join(map(str, key)): value for key, value in nnx.to_flat_state(alone)}
-    assert sorted(found) == sorted(flat)
+    assert sorted(trained) == sorted(flat)
     for path, array in flat.items():
-        np.testing.assert_allclose(found[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(trained[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
     return plan
 
 

@@ -74,8 +74,8 @@ class Kinds(nnx.Module):
 def cuts(model: Any, parallel: Any, sizes: dict[str, int] | None = None, stacked: Any = ()) -> Any:
     module = as_module(model)
     mesh = data_parallel_mesh(sizes or TP)
-    found = cuts_of(module, stack_lengths(module, stacked), mesh, None, parallel)
-    return {path: tuple((cut.axis, cut.dimension) for cut in own) for path, own in found.items()}
+    by_path = cuts_of(module, stack_lengths(module, stacked), mesh, None, parallel)
+    return {path: tuple((cut.axis, cut.dimension) for cut in own) for path, own in by_path.items()}
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_a_style_means_a_dimension_by_the_kind_of_parameter(
     module: str, style: Any, expected: dict[str, int]
 ) -> None:
     pattern = f"{module}/kernel" if isinstance(style, PartitionSpec) else module
-    found = cuts(Kinds(), {pattern: style})
-    assert found == {f"{module}/{name}": (("tp", dimension),) for name, dimension in expected.items()}
+    by_path = cuts(Kinds(), {pattern: style})
+    assert by_path == {f"{module}/{name}": (("tp", dimension),) for name, dimension in expected.items()}
 
 
 def test_a_pattern_may_name_a_parameter_and_a_style_one_of_two_axes() -> None:
     with jax.enable_x64(True):
         model = cut_models.expert_net()
     sizes = {"dp": 1, "ep": 2, "tp": 2}
-    found = cuts(model, {"layers/*/w_in": "expert", "layers/0/router": "colwise"}, sizes)
-    assert found == {
+    by_path = cuts(model, {"layers/*/w_in": "expert", "layers/0/router": "colwise"}, sizes)
+    assert by_path == {
         "layers/0/router": (("tp", 1),),
         "layers/0/w_in": (("ep", 0),),
         "layers/1/w_in": (("ep", 0),),
@@ -118,8 +118,8 @@ def test_a_pattern_may_name_a_parameter_and_a_style_one_of_two_axes() -> None:
 def test_layers_of_a_stack_are_cut_by_dimensions_of_one_layer() -> None:
     with jax.enable_x64(True):
         model = cut_models.decoder(stacked=True)
-    found = cuts(model, {"layers/*/mlp/up": "colwise"}, stacked=["layers"])
-    assert found == {"layers/mlp/up/kernel": (("tp", 1),)}
+    by_path = cuts(model, {"layers/*/mlp/up": "colwise"}, stacked=["layers"])
+    assert by_path == {"layers/mlp/up/kernel": (("tp", 1),)}
     with pytest.raises(
         ValueError, match=r"'layers/mlp/up/kernel': expected all 2 layers .* cut alike.* got 1"
     ):
@@ -263,9 +263,9 @@ def test_annotated_models_and_pytrees_train_as_unsharded(
         for value in losses:
             state, metrics = step(state, rows)
             np.testing.assert_allclose(float(metrics["loss"]), value, rtol=1e-12)
-        found = unshard(plan, state.weights)
+        trained = unshard(plan, state.weights)
         for path, value in last.items():
-            own = found[path] if path in found else found[f"{path}/value"]
+            own = trained[path] if path in trained else trained[f"{path}/value"]
             np.testing.assert_allclose(own, value, rtol=0, atol=1e-13, err_msg=path)
 
 
@@ -424,7 +424,7 @@ def test_annotations_without_a_model_axis_stay_without_effect() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = plan_sharding(model, data_parallel_mesh(2), units=[])
-    assert sum("no effect" in str(one.message) for one in caught) == 1
+    assert sum("no effect" in str(warning.message) for warning in caught) == 1
     assert list(plan.arrays) == [""]
 
 

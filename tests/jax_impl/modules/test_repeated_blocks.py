@@ -15,7 +15,7 @@ LEAF = {"w": VECTOR}
 BLOCK = {"attention": {"w": VECTOR}, "mlp": {"w": VECTOR}}
 
 
-def found(model: Any, **options: Any) -> list[str]:
+def units_of(model: Any, **options: Any) -> list[str]:
     return list(plan_sharding(model, data_parallel_mesh(4), **options).units)[:-1]
 
 
@@ -41,18 +41,18 @@ def found(model: Any, **options: Any) -> list[str]:
     ],
 )
 def test_repeated_blocks_are_the_units(model: Any, units: list[str]) -> None:
-    assert found(model) == units
+    assert units_of(model) == units
 
 
 def test_layers_of_a_stack_are_blocks() -> None:
     stack = {"blocks": {"mlp": {"w": np.ones((3, 4), np.float32)}}, "norm": LEAF}
-    assert found(stack, stacked=["blocks"]) == ["blocks"]
+    assert units_of(stack, stacked=["blocks"]) == ["blocks"]
 
 
 def test_a_model_without_blocks_is_refused_with_its_modules() -> None:
     model = nnx.Dict(up=nnx.Linear(2, 3, rngs=nnx.Rngs(0)), down=nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"repeated blocks.*modules \['down', 'up'\]: choose units=\["):
-        found(model)
-    assert found(model, units=[]) == []
+        units_of(model)
+    assert units_of(model, units=[]) == []
     with pytest.raises(ValueError, match=r"units: expected a list of patterns, got 'up': \['up'\]"):
-        found(model, units="up")
+        units_of(model, units="up")

@@ -52,9 +52,9 @@ def test_a_penalty_on_weights_of_the_root_is_right():
 
     model = decoder()
     plan, weights = fully_shard(model, data_parallel_mesh(4))
-    found, gradients = make_train_step(plan, of_the_norm, optax.sgd(0.1)).gradients(weights, tokens(8))
+    sharded_loss, gradients = make_train_step(plan, of_the_norm, optax.sgd(0.1)).gradients(weights, tokens(8))
     expected, whole = nnx.value_and_grad(of_the_norm)(model, tokens(8))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-6)
     path = "norm/scale"
     np.testing.assert_allclose(unshard(plan, gradients)[path], named(whole)[path], rtol=1e-5)
 
@@ -105,9 +105,9 @@ def test_derivatives_of_derivatives_are_refused_since_they_would_miss_the_units(
     with pytest.raises(ValueError, match="expected first derivatives of units only"):
         make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
     plan, weights = fully_shard(net(), data_parallel_mesh(4), **options, units=[])
-    found, gradients = make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
+    sharded_loss, gradients = make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
     expected, whole = nnx.value_and_grad(forces)(net(), x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(sharded_loss, expected, rtol=1e-5)
     np.testing.assert_allclose(
         unshard(plan, gradients)["layers/0/kernel"], named(whole)["layers/0/kernel"], rtol=1e-4, atol=1e-6
     )

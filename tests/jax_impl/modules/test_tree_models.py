@@ -31,7 +31,7 @@ from jax_impl import (
 
 ENGINES = ["shard_map", "pjit"]
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-KINDS = [
+RUNS = [
     ("optim_grads_params", True, "shard_map"),
     ("optim", False, "shard_map"),
     ("optim_grads_params", False, "pjit"),
@@ -86,9 +86,9 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return jnp.mean((x @ weight + bias - 0.3) ** 2)
 
 
-def assert_trees_close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+def assert_trees_close(tree: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(tree), strict=True):
         scale = float(jnp.abs(value).max())
         floor = 1e-7 if value.dtype == np.float32 else 1e-15
         np.testing.assert_allclose(
@@ -136,16 +136,17 @@ def test_functions_over_a_pytree_train(strategy, engine):
 
 def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
     plan, weights = fully_shard(parameters(), data_parallel_mesh(4), recompute=True)
-    found = count_collectives(make_gradients(plan, loss), weights, shard_batch(plan, rows()))
-    kinds = {
-        kind: sum(n for each, n in found.items() if each.kind == kind) for kind in ("all_gather", "psum")
+    counts = count_collectives(make_gradients(plan, loss), weights, shard_batch(plan, rows()))
+    totals = {
+        operation: sum(n for each, n in counts.items() if each.kind == operation)
+        for operation in ("all_gather", "psum")
     }
-    assert kinds == {"all_gather": 2 * 5, "psum": 1}
-    assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 5
+    assert totals == {"all_gather": 2 * 5, "psum": 1}
+    assert sum(n for each, n in counts.items() if each.kind == "reduce_scatter") == 5
 
 
 @pytest.mark.fast_cases("optim_grads_params-True-shard_map")
-@pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
+@pytest.mark.parametrize(("strategy", "recompute", "engine"), RUNS)
 def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     params = parameters()
     params["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
@@ -192,11 +193,11 @@ def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
     assert_trains_as_alone(parameters(), nested, rows(), policy="zero2", engine=engine)
     plan, weights = fully_shard(parameters(), data_parallel_mesh(4), frozen=["layers/*/up"], engine=engine)
     _, gradients = make_train_step(plan, nested, optax.sgd(0.1)).gradients(weights, rows())
-    found = unshard(plan, gradients)
+    unsharded = unshard(plan, gradients)
     whole = jax.grad(nested)(parameters(), rows())
-    assert "layers/3/up" not in found
+    assert "layers/3/up" not in unsharded
     np.testing.assert_allclose(
-        found["layers/3/down/bias"], whole["layers"][3].down.bias, rtol=1e-4, atol=1e-6
+        unsharded["layers/3/down/bias"], whole["layers"][3].down.bias, rtol=1e-4, atol=1e-6
     )
 
 
@@ -384,7 +385,7 @@ def linen_loss(net: linen.Module, apply: Any) -> Any:
 
 
 @pytest.mark.fast_cases("units2-optim_grads_params-False-pjit")
-@pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
+@pytest.mark.parametrize(("strategy", "recompute", "engine"), RUNS)
 @pytest.mark.parametrize(
     "units",
     [["Block_*", "again", "both"], ["Block_*", "both", "both/inner"], ["both/inner/Dense_*", "embed"]],
@@ -467,8 +468,8 @@ def test_units_of_a_linen_module_draw_their_own_random_numbers():
 class Masked(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        ones = linen.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
-        return ones * self.param("scale", linen.initializers.ones, ())
+        mask = linen.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
+        return mask * self.param("scale", linen.initializers.ones, ())
 
 
 class Twice(linen.Module):

@@ -189,8 +189,8 @@ def test_a_denominator_summed_over_all_devices_is_right_and_accepted() -> None:
         return 2 * jnp.sum(losses(tree, rows) * rows["mask"]) / lax.psum(rows["mask"].sum(), "dp")
 
     plan, weights = sharded(2)
-    found = make_train_step(plan, global_mean, optax.sgd(0.1)).gradients(weights, batch())[0]
-    np.testing.assert_allclose(found, quotient(parameters(), batch()), rtol=1e-6)
+    sharded_loss = make_train_step(plan, global_mean, optax.sgd(0.1)).gradients(weights, batch())[0]
+    np.testing.assert_allclose(sharded_loss, quotient(parameters(), batch()), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("engine", "devices"), [("shard_map", 1), ("pjit", 4)])
@@ -200,8 +200,8 @@ def test_one_part_has_one_quotient(engine: str, devices: int) -> None:
     step = make_train_step(plan, quotient, optax.sgd(0.1))
     loss, gradients = step.gradients(weights, batch())
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    found = jax_impl.unshard(plan, gradients)["layers/0/w"]
-    np.testing.assert_allclose(found, slopes["layers"][0]["w"], rtol=1e-5, atol=1e-7)
+    gradient = jax_impl.unshard(plan, gradients)["layers/0/w"]
+    np.testing.assert_allclose(gradient, slopes["layers"][0]["w"], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="quotient by a sum over the batch"):
         make_train_step(plan, quotient, optax.sgd(0.1), microbatches=2).gradients(weights, batch())
 

@@ -91,9 +91,9 @@ def sharded(
 
 
 def assert_trains(model: Any, loss: Callable[..., Any], engine: str = "shard_map", **options: Any) -> None:
-    expected, found = plain(model, loss, rows()), sharded(model, loss, rows(), engine, **options)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
-    for ours, theirs in zip(found[1], expected[1], strict=True):
+    expected, of_shards = plain(model, loss, rows()), sharded(model, loss, rows(), engine, **options)
+    np.testing.assert_allclose(of_shards[0], expected[0], rtol=1e-12)
+    for ours, theirs in zip(of_shards[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
@@ -705,8 +705,8 @@ def test_plain_arrays_are_not_saved_and_are_there_after_a_load(tmp_path):
     loaded = load_checkpoint(tmp_path / "run", other, optimizer).state
     merged = other.merge(unshard(other, loaded))
     assert merged.blocks[0].table is merged.table
-    found = make_eval_step(other, lambda model, x: model(x))(loaded, rows())
-    np.testing.assert_allclose(found, merged(rows()), rtol=1e-12)
+    outputs = make_eval_step(other, lambda model, x: model(x))(loaded, rows())
+    np.testing.assert_allclose(outputs, merged(rows()), rtol=1e-12)
     make_train_step(other, mean_square, optimizer)(loaded, rows())
 
 
@@ -733,8 +733,8 @@ def test_tables_of_numpy_are_born_with_sharded_weights_and_those_of_jax_are_refu
             return self.out(x * self.table.values)
 
     plan, weights, _ = init_sharded(lambda: Numbered(nnx.Rngs(0)), data_parallel_mesh(2), units=["out"])
-    found = make_eval_step(plan, lambda model, x: model(x))(weights, rows())
-    np.testing.assert_allclose(found, Numbered(nnx.Rngs(0))(rows()), rtol=1e-12)
+    outputs = make_eval_step(plan, lambda model, x: model(x))(weights, rows())
+    np.testing.assert_allclose(outputs, Numbered(nnx.Rngs(0))(rows()), rtol=1e-12)
     with pytest.raises(ValueError, match="array 'blocks/0/own': expected a NumPy array"):
         init_sharded(lambda: WithTables(nnx.Rngs(0)), data_parallel_mesh(2))
 
@@ -769,5 +769,5 @@ def test_constraints_over_data_axes_are_refused_in_words_or_followed():
     ):
         sharded(model, constrained, rows(), "pjit")
     with jax.set_mesh(data_parallel_mesh(2)):
-        found = sharded(model, constrained, rows(), "pjit")
-    np.testing.assert_allclose(found[0], plain(model, mean_square, rows())[0], rtol=1e-12)
+        of_shards = sharded(model, constrained, rows(), "pjit")
+    np.testing.assert_allclose(of_shards[0], plain(model, mean_square, rows())[0], rtol=1e-12)

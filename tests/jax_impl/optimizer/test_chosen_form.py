@@ -138,11 +138,11 @@ def assert_trains_as_unsharded(name: str) -> None:
     """In float64: some divide by statistics of tiny gradients, and magnify what programs round otherwise."""
     make = {**transformations(), **COMPOSED}[name]
     with jax.enable_x64(True):
-        found = trained(make())
+        weights = trained(make())
         expected = by_path(plainly_trained(PLAIN.get(name, make)()))
     for path, value in expected.items():
         np.testing.assert_allclose(
-            found[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
+            weights[path], value, rtol=1e-5, atol=1e-5 * np.max(np.abs(value)), err_msg=path
         )
 
 
@@ -394,9 +394,9 @@ def test_masks_made_of_a_flax_state_fit(made_of: Any, form: str) -> None:
     assert not any(is_state(x) for x in jax.tree.leaves(state.opt_state, is_leaf=is_state))
     updates, after = jax.jit(fit_to_plan(plan, optimizer).update)(weights, state.opt_state, weights)
     assert jax.tree.structure(after) == jax.tree.structure(state.opt_state)
-    given = jax_impl.unshard(plan, weights)
+    initial = jax_impl.unshard(plan, weights)
     for path, update in jax_impl.unshard(plan, updates).items():
-        np.testing.assert_allclose(update, given[path] * (1 + 0.5 * path.endswith("kernel")), rtol=1e-6)
+        np.testing.assert_allclose(update, initial[path] * (1 + 0.5 * path.endswith("kernel")), rtol=1e-6)
 
 
 def is_state(node: Any) -> bool:

@@ -106,18 +106,18 @@ def assert_trains_as_unsharded(name: str, engines: Any = ENGINES, devices: Any =
         # One object, whose programs are read once for all devices.
         optimizer = (by_unit if engine == "shard_map" else by_name)()
         for count in devices:
-            found = trained(engine, count, optimizer)
-            assert found.keys() == expected.keys()
+            weights = trained(engine, count, optimizer)
+            assert weights.keys() == expected.keys()
             for path, value in expected.items():
                 scale = TOLERANCE * np.max(np.abs(value))
                 np.testing.assert_allclose(
-                    found[path],
+                    weights[path],
                     value,
                     rtol=0,
                     atol=scale,
                     err_msg=f"{name}, {engine}, {count} devices, {path}",
                 )
-                worst = max(worst, float(np.max(np.abs(found[path] - value)) * TOLERANCE / scale))
+                worst = max(worst, float(np.max(np.abs(weights[path] - value)) * TOLERANCE / scale))
     return worst
 
 
@@ -136,6 +136,6 @@ def test_lamb_trains_as_on_the_unsharded_model() -> None:
 @pytest.mark.slow
 def test_the_walk_would_see_a_slightly_different_optimizer() -> None:
     expected = plainly_trained(optax.adamw(0.01))
-    found = trained("shard_map", 4, optax.adamw(0.01, weight_decay=1.01e-4))
+    weights = trained("shard_map", 4, optax.adamw(0.01, weight_decay=1.01e-4))
     for path, value in expected.items():
-        assert np.max(np.abs(found[path] - value)) > TOLERANCE * np.max(np.abs(value))
+        assert np.max(np.abs(weights[path] - value)) > TOLERANCE * np.max(np.abs(value))

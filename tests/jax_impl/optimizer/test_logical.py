@@ -86,10 +86,10 @@ def plainly_trained(name: str, steps: int) -> dict[str, jax.Array]:
     return by_path(weights)
 
 
-def assert_close(found: Any, expected: Any) -> None:
+def assert_close(arrays: Any, expected: Any) -> None:
     for path, value in expected.items():
         scale = float(np.max(np.abs(value)))
-        np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-5 * scale, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=1e-5, atol=1e-5 * scale, err_msg=path)
 
 
 @pytest.mark.fast_cases(
@@ -178,9 +178,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_devices_in_the_other_engine(
         state, _ = step(state, batch)
     save_checkpoint(tmp_path / "a", plan, state)
     again = load_checkpoint(tmp_path / "a", plan, optimizer).state
-    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(found, expected)
-        assert found.sharding.is_equivalent_to(expected.sharding, found.ndim)
+    for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+        assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
     other, _ = sharded("pjit", 2, "optim")
     loaded = load_checkpoint(tmp_path / "a", other, optimizer).state
     save_checkpoint(tmp_path / "b", other, loaded)
@@ -250,9 +250,9 @@ def test_frozen_parameters_are_not_in_the_tree() -> None:
     step = make_train_step(plan, loss, optimizer)
     after, _ = step(state, batches(1)[0])
     assert seen[-1] == {"head", "layers/1/b", "layers/1/w"}
-    found = unshard(plan, after.weights)
+    trained = unshard(plan, after.weights)
     for path in ("layers/0/w", "layers/0/b"):
-        np.testing.assert_array_equal(found[path], by_path(parameters())[path])
+        np.testing.assert_array_equal(trained[path], by_path(parameters())[path])
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
@@ -269,7 +269,7 @@ def test_a_mask_made_of_an_nnx_models_state_fits_also_where_parameters_are_froze
     zeros = {key: jnp.zeros_like(weights[key]) for key in plan.trainable}
     trained = {key: weights[key] for key in plan.trainable}
     updates, _ = optimizer.update(zeros, optimizer.init(trained), trained)
-    found, given = unshard(plan, updates), unshard(plan, weights)
-    assert found.keys() == {"layers/1/kernel", "layers/1/bias", "norm/scale", "norm/bias"}
-    for path, update in found.items():
-        np.testing.assert_array_equal(update, 0.5 * given[path] * path.endswith("kernel"))
+    changes, initial = unshard(plan, updates), unshard(plan, weights)
+    assert changes.keys() == {"layers/1/kernel", "layers/1/bias", "norm/scale", "norm/bias"}
+    for path, update in changes.items():
+        np.testing.assert_array_equal(update, 0.5 * initial[path] * path.endswith("kernel"))

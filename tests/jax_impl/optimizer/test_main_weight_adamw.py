@@ -42,9 +42,9 @@ def test_steps_follow_adamw_in_float64(dtype, tolerance):
         for gradient in gradients:
             w, state = step({"a": jnp.asarray(gradient)}, state, w)
         expected = reference(weights, gradients, 1e-2, 0.8, 0.95, 1e-6, 0.1)
-        for found, value in zip((w, state.mu, state.nu), expected, strict=True):
-            assert found["a"].dtype == dtype
-            np.testing.assert_allclose(found["a"], value, rtol=tolerance, atol=tolerance)
+        for arrays, value in zip((w, state.mu, state.nu), expected, strict=True):
+            assert arrays["a"].dtype == dtype
+            np.testing.assert_allclose(arrays["a"], value, rtol=tolerance, atol=tolerance)
         assert state.count.dtype == jnp.int32
         assert int(state.count) == 5
 
@@ -73,23 +73,27 @@ def test_scalars_of_a_step_are_doubles_rounded_once(scheduled, dtype):
     constants = Constants(b1, b2, 1e-8, decay)
 
     def scalars(count, rate):
-        found = step_scalars(count, np.dtype(dtype), rate, constants)
-        return found.step_size, found.correction, found.decay
+        of_step = step_scalars(count, np.dtype(dtype), rate, constants)
+        return of_step.step_size, of_step.correction, of_step.decay
 
     with jax.enable_x64(dtype == np.float64):
         for rate in rates:
             if scheduled:
-                found = jax.jit(jax.vmap(scalars, (0, None)))(jnp.array(steps, jnp.int32), jnp.asarray(rate))
+                columns = jax.jit(jax.vmap(scalars, (0, None)))(
+                    jnp.array(steps, jnp.int32), jnp.asarray(rate)
+                )
             else:
-                found = jax.jit(jax.vmap(lambda count, rate=rate: scalars(count, float(rate))))(
+                columns = jax.jit(jax.vmap(lambda count, rate=rate: scalars(count, float(rate))))(
                     jnp.array(steps, jnp.int32)
                 )
             lr = float(rate)
-            np.testing.assert_array_equal(found[0], np.array([lr / (1 - b1**t) for t in steps]).astype(dtype))
             np.testing.assert_array_equal(
-                found[1], np.array([(1 - b2**t) ** 0.5 for t in steps]).astype(dtype)
+                columns[0], np.array([lr / (1 - b1**t) for t in steps]).astype(dtype)
             )
-            np.testing.assert_array_equal(found[2], np.full(len(steps), dtype(rounded_once(lr, decay))))
+            np.testing.assert_array_equal(
+                columns[1], np.array([(1 - b2**t) ** 0.5 for t in steps]).astype(dtype)
+            )
+            np.testing.assert_array_equal(columns[2], np.full(len(steps), dtype(rounded_once(lr, decay))))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -102,8 +106,8 @@ def test_the_decay_by_a_scheduled_rate_is_rounded_once_as_on_the_host(dtype):
                 lambda rate, count: step_scalars(count, np.dtype(dtype), rate, constants).decay, (0, None)
             )
         )
-        found = decay(jnp.asarray(rates), jnp.int32(1))
-        np.testing.assert_array_equal(found, [dtype(rounded_once(float(rate), 0.7)) for rate in rates])
+        decays = decay(jnp.asarray(rates), jnp.int32(1))
+        np.testing.assert_array_equal(decays, [dtype(rounded_once(float(rate), 0.7)) for rate in rates])
 
 
 def rounded_once(rate: float, decay: float) -> float:
@@ -245,8 +249,8 @@ def test_elementwise_optimizers_do_the_same_to_shards(name):
     alone = trained(ELEMENTWISE[name], weights, gradients, jax.devices()[0])
     sharded = trained(ELEMENTWISE[name], weights, gradients, NamedSharding(mesh, PartitionSpec("dp")))
     assert sharded[0].sharding.spec == PartitionSpec("dp")
-    for found, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for leaf, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
 
 
 def test_clipping_by_the_global_norm_counts_every_element_once():

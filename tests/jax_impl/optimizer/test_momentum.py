@@ -72,12 +72,12 @@ def test_training_is_that_of_the_unsharded_model(engine: str, strategy: str, nam
     for batch in batches(4):
         state, metrics = step(state, batch)
     expected, its = plainly_trained(name, 4)
-    found = unshard(plan, state.weights)
+    trained = unshard(plan, state.weights)
     if "muon" not in name and "float8" not in name:
-        assert_close(found, expected)
+        assert_close(trained, expected)
     for path, value in expected.items():
         # A gradient's last bit may round to another number of bfloat16, or of float8.
-        np.testing.assert_allclose(found[path], value, atol=2e-3, err_msg=path)
+        np.testing.assert_allclose(trained[path], value, atol=2e-3, err_msg=path)
         assert np.abs(value - by_path(parameters())[path]).max() > 5e-3
     assert int(state.opt_state.count) == int(its.count) == 4
     assert float(metrics["learning_rate"]) > 0
@@ -155,14 +155,14 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
     rng = np.random.default_rng(0)
     weight, gradient = (jnp.asarray(rng.standard_normal((6, 4, 5)), jnp.float32) for _ in range(2))
     optimizer = main_weight_muon(RATE, use_muon=lambda path, leaf: dimensions)
-    found, state = optimizer.apply({"a": gradient}, optimizer.init({"a": weight}), {"a": weight})
+    updated, state = optimizer.apply({"a": gradient}, optimizer.init({"a": weight}), {"a": weight})
     assert state.trace["a"].shape == weight.shape
     plain = main_weight_muon(RATE)
     apart = (
         [(weight.reshape(flat), gradient.reshape(flat))] if flat else list(zip(weight, gradient, strict=True))
     )
     expected = [plain.apply({"a": g}, plain.init({"a": w}), {"a": w})[0]["a"] for w, g in apart]
-    np.testing.assert_allclose(found["a"], jnp.stack(expected).reshape(weight.shape), atol=1e-4)
+    np.testing.assert_allclose(updated["a"], jnp.stack(expected).reshape(weight.shape), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -223,24 +223,24 @@ def test_an_argument_of_another_type_is_named(make: Any, text: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
 def test_a_rate_may_be_a_scalar_array_of_any_real_dtype(make: Any, dtype: str) -> None:
     weights = {"a": jnp.ones((2, 2))}
-    found, expected = (
+    updated, expected = (
         jax.jit(optimizer.apply)(weights, optimizer.init(weights), weights)[0]["a"]
         for optimizer in (make(jnp.asarray(1, dtype)), make(1.0))
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(updated, expected, rtol=1e-6)
 
 
 def test_coefficients_may_be_an_array() -> None:
     weights = {"a": jnp.ones((2, 2))}
-    given = (2.0, -1.5, 0.5)
-    found, expected = (
+    coefficients = (2.0, -1.5, 0.5)
+    updated, expected = (
         optimizer.apply(weights, optimizer.init(weights), weights)[0]["a"]
         for optimizer in (
-            main_weight_muon(0.1, ns_coefficients=np.array(given)),
-            main_weight_muon(0.1, ns_coefficients=given),
+            main_weight_muon(0.1, ns_coefficients=np.array(coefficients)),
+            main_weight_muon(0.1, ns_coefficients=coefficients),
         )  # type: ignore[arg-type]
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(updated, expected)
 
 
 @pytest.mark.parametrize("make", [main_weight_adamw, main_weight_sgd, main_weight_muon])
@@ -259,7 +259,6 @@ def test_injected_hyperparameters_must_leave_constants_alone(make: Any) -> None:
             updates, state = optimizer.update(weights, state, weights)
             return optax.apply_updates(weights, updates), state
 
-        found = step(*step(weights, optimizer.init(weights)))
-        return found[0]["a"]
+        return step(*step(weights, optimizer.init(weights)))[0]["a"]
 
     np.testing.assert_allclose(after_two(injected), after_two(plain), rtol=1e-6)

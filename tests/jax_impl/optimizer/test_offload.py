@@ -29,7 +29,7 @@ from jax_impl import (
     plan_sharding,
     save_checkpoint,
 )
-from tests.jax_impl.test_host_memory import DEVICE, HOST, assert_equal, kinds, needs_moves
+from tests.jax_impl.test_host_memory import DEVICE, HOST, assert_equal, memory_kinds, needs_moves
 from tests.support.jax_impl.zoo import Chain, Mlp
 
 # So large that moments travel in parts: two layers have 2 * 1024 elements or more on each of four devices.
@@ -61,11 +61,11 @@ def trained(
     stacked = bool(options.get("stacked"))
     plan, weights = fully_shard(model_of(stacked=stacked), data_parallel_mesh(4), **options)
     state = init_state(plan, weights, optimizer, offload=offload)
-    before = kinds(state)
+    before = memory_kinds(state)
     step = make_train_step(plan, loss, optimizer)
     for batch in batches(steps):
         state, _ = step(state, batch)
-    assert kinds(state) == before
+    assert memory_kinds(state) == before
     return plan, state
 
 
@@ -110,12 +110,12 @@ SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 )
 def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Offload, options: Any) -> None:
     _, expected = trained(make(), None, **options)
-    _, found = trained(make(), offload, **options)
-    assert_equal(found, expected)
-    assert set(kinds(expected)) == {DEVICE}
-    assert set(kinds(found.weights)) == {HOST if offload.main_weights else DEVICE}
-    assert HOST in kinds(found.opt_state)
-    assert (DEVICE in kinds(found)) == (offload.update == "device")
+    _, state = trained(make(), offload, **options)
+    assert_equal(state, expected)
+    assert set(memory_kinds(expected)) == {DEVICE}
+    assert set(memory_kinds(state.weights)) == {HOST if offload.main_weights else DEVICE}
+    assert HOST in memory_kinds(state.opt_state)
+    assert (DEVICE in memory_kinds(state)) == (offload.update == "device")
 
 
 @needs_moves
@@ -127,11 +127,11 @@ def test_a_scanned_step_streams_too(offload: Offload) -> None:
     step = make_train_step(plan, loss, optimizer, donate=False)
     rows = jax.tree.map(lambda *x: np.stack(x), *batches(3))
     scanned = jax.jit(lambda state: jax.lax.scan(step, state, rows))
-    expected, found = (
-        scanned(init_state(plan, weights, optimizer, offload=one))[0] for one in (None, offload)
+    expected, offloaded = (
+        scanned(init_state(plan, weights, optimizer, offload=placement))[0] for placement in (None, offload)
     )
-    assert_equal(found, expected)
-    assert HOST in kinds(found.opt_state)
+    assert_equal(offloaded, expected)
+    assert HOST in memory_kinds(offloaded.opt_state)
 
 
 def update_of(offload: Offload, optimizer: Any, metrics: Any = (), **options: Any) -> Any:
@@ -165,7 +165,7 @@ def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
     step = make_train_step(plan, loss, optimizer, metrics=["learning_rate", "grad_norm"])
     _, metrics = step(state, batches(1)[0])
     assert metrics["learning_rate"] == 0.25
-    assert set(kinds(metrics)) == {DEVICE}
+    assert set(memory_kinds(metrics)) == {DEVICE}
 
 
 @needs_moves
@@ -194,12 +194,12 @@ def test_an_update_on_the_host_needs_a_step_count() -> None:
         abstract_state(plan, optax.sgd(0.1, momentum=0.9), offload=ON_HOST)
 
 
-def held(state: TrainState, kind: str) -> int:
+def held(state: TrainState, memory_kind: str) -> int:
     """Elements of moments."""
     return sum(
         x.size
         for x in jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))
-        if x.sharding.memory_kind == kind
+        if x.sharding.memory_kind == memory_kind
     )
 
 
@@ -216,17 +216,17 @@ def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
     assert state.opt_state.count.sharding.memory_kind == DEVICE
     # In the plan's order, both moments of an array together.
     for key in plan.arrays:
-        assert kinds(state.opt_state.mu[key]) == kinds(state.opt_state.nu[key])
+        assert memory_kinds(state.opt_state.mu[key]) == memory_kinds(state.opt_state.nu[key])
     expected = abstract_state(plan, main_weight_adamw(0.01), offload=Offload(share))
-    assert kinds(expected) == kinds(state)
+    assert memory_kinds(expected) == memory_kinds(state)
 
 
 def test_a_report_tells_host_from_device_by_kind() -> None:
     plan, weights = fully_shard(model_of(), data_parallel_mesh(4))
     plain = memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01, **SCALED)))
     state = init_state(plan, weights, main_weight_adamw(0.01, **SCALED), offload=Offload(0.5, True))
-    found = memory_report(plan, state)
-    for device, before in zip(found.devices, plain.devices, strict=True):
+    report = memory_report(plan, state)
+    for device, before in zip(report.devices, plain.devices, strict=True):
         host = device.on_host
         assert (device.main_weights, host.main_weights) == (0, before.main_weights)
         assert 0 < host.moments < before.moments
@@ -235,11 +235,11 @@ def test_a_report_tells_host_from_device_by_kind() -> None:
         assert (device.other, host.other) == (before.other, 0)
         assert device.host == host.total
         assert device.total + device.host == before.total
-    name, device = found.devices[0].device, found.devices[0]
-    _, first, below, *_ = str(found).splitlines()
+    name, device = report.devices[0].device, report.devices[0]
+    _, first, below, *_ = str(report).splitlines()
     assert first.split() == [
         name,
-        *(f"{one:,}" for one in (0, device.moments, device.padding, device.other, device.total)),
+        *(f"{size:,}" for size in (0, device.moments, device.padding, device.other, device.total)),
     ]
     assert below.split()[:3] == ["in", "host", "memory"]
     assert below.split()[-1] == f"{device.host:,}"
@@ -247,14 +247,14 @@ def test_a_report_tells_host_from_device_by_kind() -> None:
 
 def test_a_report_of_a_state_that_the_host_updates_tells_the_step_count_there() -> None:
     plan, weights = fully_shard(model_of(2), data_parallel_mesh(4))
-    before, found = (
-        memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01), offload=one)).devices[0]
-        for one in (Offload(1.0, True), ON_HOST)
+    before, after = (
+        memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01), offload=offload)).devices[0]
+        for offload in (Offload(1.0, True), ON_HOST)
     )
-    assert (found.total, found.other) == (0, 0)
+    assert (after.total, after.other) == (0, 0)
     assert (before.total, before.other) == (4, 4)
-    assert found.host == before.host + 4
-    assert found.on_host.moments == before.on_host.moments > 0
+    assert after.host == before.host + 4
+    assert after.on_host.moments == before.on_host.moments > 0
 
 
 @pytest.mark.slow
@@ -273,11 +273,13 @@ def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_
     other = plan_sharding(model_of(), data_parallel_mesh(3), engine="pjit")
     like = abstract_state(other, optimizer, offload=ON_HOST if offload == ON_HOST else Offload(0.3))
     loaded = load_checkpoint(tmp_path / "offloaded", other, optimizer, like=like).state
-    assert kinds(loaded) == kinds(like)
+    assert memory_kinds(loaded) == memory_kinds(like)
     back = plan_sharding(model_of(), data_parallel_mesh(4))
     save_checkpoint(tmp_path / "moved", other, loaded)
-    found = load_checkpoint(tmp_path / "moved", back, optimizer, like=abstract_state(back, optimizer)).state
-    assert_equal(found, plain)
+    restored = load_checkpoint(
+        tmp_path / "moved", back, optimizer, like=abstract_state(back, optimizer)
+    ).state
+    assert_equal(restored, plain)
     rows = (np.ones((6, SIZE), np.float32), np.ones((6, 3), np.float32))
     step = make_train_step(other, loss, optimizer)
     if offload == ON_HOST:
@@ -288,7 +290,7 @@ def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_
             step(loaded, rows)
     else:
         further, _ = step(loaded, rows)
-        assert kinds(further) == kinds(like)
+        assert memory_kinds(further) == memory_kinds(like)
 
 
 def contents(folder: Path) -> tuple[Any, bytes]:
@@ -319,14 +321,14 @@ def test_a_barrier_stands_before_and_behind_the_update_of_each_key() -> None:
 @pytest.mark.parametrize("offload", [None, Offload(1.0)])
 def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | None) -> None:
     """Twice as many layers, the largest of which is hardly larger."""
-    found = [update_memory(layers, main_weight_adamw(0.01, **SCALED), offload) for layers in (4, 8)]
-    few, many = (one.temp_size_in_bytes for one in found)
+    analyses = [update_memory(layers, main_weight_adamw(0.01, **SCALED), offload) for layers in (4, 8)]
+    few, many = (analysis.temp_size_in_bytes for analysis in analyses)
     largest = 4 * 2 * SIZE * (SIZE + 3 * 8) / 4
     assert many < few + largest
     assert many < 8 * largest
     # All that is stored between steps is updated in its place, but for the gradients.
     weights = 4 * sum(2 * SIZE * (SIZE + 3 * layer) for layer in range(8)) / 4
-    assert found[1].alias_size_in_bytes > weights
+    assert analyses[1].alias_size_in_bytes > weights
 
 
 @pytest.mark.parametrize(

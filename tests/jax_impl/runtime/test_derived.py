@@ -78,13 +78,13 @@ ACTIVATED = [
 def test_the_recipe_makes_what_was_saved(function):
     program, derived = differentiated(function, SQUARE, ROWS)
     output, *expected = jaxpr_as_fun(program)(SQUARE, ROWS)
-    found, *kept = jaxpr_as_fun(derived.program)(SQUARE, ROWS)
-    np.testing.assert_array_equal(found, output)
+    derived_output, *kept = jaxpr_as_fun(derived.program)(SQUARE, ROWS)
+    np.testing.assert_array_equal(derived_output, output)
     remade = jaxpr_as_fun(derived.recipe)(*kept, SQUARE)
     assert len(remade) == len(expected)
-    for one, other in zip(remade, expected, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
+    for array, other in zip(remade, expected, strict=True):
+        assert array.dtype == other.dtype
+        np.testing.assert_array_equal(array, other)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_origins_are_saved(function, shapes):
 def test_no_sum_over_layers_is_made_anew_of_all_of_them():
     _, derived = differentiated(added, SQUARE, ROWS)
     assert saved(derived) == [(8, 16)] * 6
-    assert [one.primitive.name for one in derived.recipe.jaxpr.eqns].count("add") == 1
+    assert [equation.primitive.name for equation in derived.recipe.jaxpr.eqns].count("add") == 1
 
 
 def test_calls_by_whose_names_transfers_are_found_stay():
     transfer = mark("transfer", lambda gate, x: jnp.where(gate, x, 0))
     program = inline_calls(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(transfer(jnp.array(True), x))))(ROWS))
-    assert [mark_of(one) for one in program.jaxpr.eqns].count("transfer") == 1
-    assert [one.primitive.name for one in program.jaxpr.eqns][-1] == "sin"
+    assert [mark_of(equation) for equation in program.jaxpr.eqns].count("transfer") == 1
+    assert [equation.primitive.name for equation in program.jaxpr.eqns][-1] == "sin"

@@ -42,10 +42,10 @@ def test_sums_divided_by_a_number_are_the_same_in_both_engines(
 ) -> None:
     plan, weights = sharded(engine, 4)
     step = make_train_step(plan, total, optax.sgd(0.1), microbatches=microbatches, grad_divisor=divisor)
-    loss, found = step.gradients(weights, batch())
+    loss, gradients = step.gradients(weights, batch())
     expected_loss, expected = jax.value_and_grad(total)(parameters(), batch())
     np.testing.assert_allclose(loss, expected_loss / divisor, rtol=2e-6)
-    assert_close(unshard(plan, found), jax.tree.map(lambda x: x / divisor, expected))
+    assert_close(unshard(plan, gradients), jax.tree.map(lambda x: x / divisor, expected))
 
 
 @pytest.mark.fast_cases("shard_map")
@@ -53,12 +53,12 @@ def test_sums_divided_by_a_number_are_the_same_in_both_engines(
 def test_units_may_have_divisors_of_their_own(engine: str) -> None:
     plan, weights = sharded(engine, 4)
     step = make_train_step(plan, mean, optax.sgd(0.1), microbatches=2, grad_divisor={"layers/*": 2.0})
-    loss, found = step.gradients(weights, batch())
+    loss, gradients = step.gradients(weights, batch())
     expected_loss, expected = jax.value_and_grad(mean)(parameters(), batch())
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
     parts = 8 if engine == "shard_map" else 2
     expected["layers"] = jax.tree.map(lambda x: x * parts / 2, expected["layers"])
-    assert_close(unshard(plan, found), expected)
+    assert_close(unshard(plan, gradients), expected)
 
 
 @pytest.mark.fast_cases("optim_grads", "hfsdp")
@@ -77,11 +77,15 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
     # Of four devices and two microbatches; by 4 the gradients are twice as large.
     for divisor, by in ((None, 1), ({"layers/*": 4.0, "": 4.0}, 2)):
         step = make_train_step(plan, loss, optax.sgd(0.1), microbatches=2, grad_divisor=divisor)
-        _, found = step.gradients(weights, batch())
+        _, gradients = step.gradients(weights, batch())
         expected = jax.tree.map(lambda x, by=by: x * by, jax.grad(loss)(parameters(), batch()))
         for path, value in by_path(expected).items():
             np.testing.assert_allclose(
-                unshard(plan, found)[path], value, rtol=5e-3, atol=5e-3 * np.max(np.abs(value)), err_msg=path
+                unshard(plan, gradients)[path],
+                value,
+                rtol=5e-3,
+                atol=5e-3 * np.max(np.abs(value)),
+                err_msg=path,
             )
 
 
@@ -93,7 +97,7 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
 def test_narrow_gradients_are_means_rounded_once(engine: str, strategy: str) -> None:
     # Three devices: the sum of three, rounded to bfloat16, and a third of that, rounded again, would differ.
     rows = jax.tree.map(lambda x: x[:9], batch())
-    found = {}
+    by_dtype = {}
     for dtype in ("float32", "bfloat16"):
         plan, weights = fully_shard(
             parameters(),
@@ -104,9 +108,9 @@ def test_narrow_gradients_are_means_rounded_once(engine: str, strategy: str) -> 
             grad_dtype=dtype,
         )
         step = make_train_step(plan, mean, optax.sgd(0.1))
-        found[dtype] = unshard(plan, step.gradients(weights, rows)[1])
-    for path, wide in found["float32"].items():
-        narrow = np.asarray(found["bfloat16"][path].astype(jnp.float32))
+        by_dtype[dtype] = unshard(plan, step.gradients(weights, rows)[1])
+    for path, wide in by_dtype["float32"].items():
+        narrow = np.asarray(by_dtype["bfloat16"][path].astype(jnp.float32))
         np.testing.assert_array_equal(narrow, np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)), path)
 
 
@@ -156,13 +160,13 @@ def test_a_step_tells_norm_and_learning_rate(engine: str, optimizer: Any) -> Non
         expected = np.sqrt(sum(np.sum(x**2) for x in by_path(gradients).values()))
         _, traced = jitted(state, batch(number))
         state, metrics = step(state, batch(number))
-        for found in (metrics, traced):
-            np.testing.assert_allclose(found["grad_norm"], expected, rtol=1e-5)
-            np.testing.assert_allclose(found["learning_rate"], 0.1 / (1 + number), rtol=1e-6)
+        for step_metrics in (metrics, traced):
+            np.testing.assert_allclose(step_metrics["grad_norm"], expected, rtol=1e-5)
+            np.testing.assert_allclose(step_metrics["learning_rate"], 0.1 / (1 + number), rtol=1e-6)
 
 
-def by_tree(found: Any) -> Any:
-    return {"layers": [{"w": found["layers/0/w"], "b": found["layers/0/b"]}], "head": found["head"]}
+def by_tree(arrays: Any) -> Any:
+    return {"layers": [{"w": arrays["layers/0/w"], "b": arrays["layers/0/b"]}], "head": arrays["head"]}
 
 
 def test_metrics_that_nobody_knows_are_refused() -> None:

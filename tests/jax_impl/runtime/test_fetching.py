@@ -29,10 +29,10 @@ def chain() -> Chain:
     return Chain([Matrix(WIDTH, rngs) for _ in range(LAYERS)], scale=WIDTH)
 
 
-def by_layer(found: list[Step], kind: str) -> dict[int, list[Step]]:
+def by_layer(program_steps: list[Step], primitive: str) -> dict[int, list[Step]]:
     steps_of = defaultdict(list)
-    for step in found:
-        if step.kind == kind and (match := re.search(r"layers/(\d+)", step.scope)):
+    for step in program_steps:
+        if step.primitive == primitive and (match := re.search(r"layers/(\d+)", step.scope)):
             steps_of[int(match[1])].append(step)
     return steps_of
 
@@ -43,15 +43,17 @@ def test_a_units_weights_come_when_it_is_gathered_and_no_earlier(monkeypatch: An
     monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = plan_sharding(nnx.eval_shape(chain), data_parallel_mesh(4), prefetch=prefetch)
     weights = {
-        key: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=plan.sharding(key).with_memory_kind(HOST))
-        for key, one in plan.arrays.items()
+        key: jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=plan.sharding(key).with_memory_kind(HOST)
+        )
+        for key, array in plan.arrays.items()
     }
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     program = jax.make_jaxpr(make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2)))(
         weights, rows
     )
-    found = steps(program.jaxpr, ("dot_general", "device_put"))
-    moves, products = by_layer(found, "device_put"), by_layer(found, "dot_general")
+    program_steps = steps(program.jaxpr, ("dot_general", "device_put"))
+    moves, products = by_layer(program_steps, "device_put"), by_layer(program_steps, "dot_general")
     for layer in range(LAYERS):
         # Two parts, in forward and again in backward.
         assert len(moves[layer]) == 4
@@ -59,4 +61,6 @@ def test_a_units_weights_come_when_it_is_gathered_and_no_earlier(monkeypatch: An
         for before in range(layer - prefetch):
             assert all(products[before][0].number in move.before for move in forward)
         for after in range(layer + 1 + prefetch, LAYERS):
-            assert all(any(one.number in move.before for one in products[after][1:]) for move in again)
+            assert all(
+                any(product.number in move.before for product in products[after][1:]) for move in again
+            )

@@ -50,15 +50,15 @@ HEADS = {f"layers/*/attention/{name}": "colwise" for name in ("query", "key", "v
 def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Of many magnitudes, with zeros, infinity and NaN among them."""
     random = np.random.default_rng(0)
-    found = {
+    values = {
         name: (random.standard_normal(shape) * 10.0 ** random.integers(-6, 4, (*shape[:-1], 1))).astype(
             np.float32
         )
         for name, shape in shapes.items()
     }
-    found["up"][2, 5:60], found["up"][3, 7] = 0, np.nan
-    found["down"][4, 1], found["down"][5] = -np.inf, 1e-40
-    return found
+    values["up"][2, 5:60], values["up"][3, 7] = 0, np.nan
+    values["down"][4, 1], values["down"][5] = -np.inf, 1e-40
+    return values
 
 
 def quantized(values: Any, gather: str, stacked: bool = False) -> np.ndarray:
@@ -75,28 +75,30 @@ def quantized(values: Any, gather: str, stacked: bool = False) -> np.ndarray:
 
 
 def shards_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
-    found = np.zeros((layout.num_shards, layout.shard_size), np.float32)
+    shards = np.zeros((layout.num_shards, layout.shard_size), np.float32)
     for rank in range(layout.num_shards):
         for name, (r0, r1) in layout.row_ranges(rank).items():
             rows = values[name].reshape(-1, layout.slot(name).row_size)[r0:r1].ravel()
             start = layout.shard_start(name, rank)
-            found[rank, start : start + rows.size] = rows
-    return found
+            shards[rank, start : start + rows.size] = rows
+    return shards
 
 
 def pieces_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
     """mxfp8 of whole tensors, put where the layout has each shard's rows."""
-    found = np.zeros((layout.num_shards, reference.piece_bytes(layout, "mxfp8")), np.uint8)
-    whole = {name: reference.quantize_rows(one.reshape(-1, one.shape[-1])) for name, one in values.items()}
+    pieces = np.zeros((layout.num_shards, reference.piece_bytes(layout, "mxfp8")), np.uint8)
+    whole = {
+        name: reference.quantize_rows(array.reshape(-1, array.shape[-1])) for name, array in values.items()
+    }
     for rank in range(layout.num_shards):
         for part in reference.scale_parts(layout, rank):
             slot = layout.slots[part.number]
             r0, r1 = layout.row_range(slot.name, rank)
-            payload, scales = (one[r0:r1].ravel() for one in whole[slot.name])
+            payload, scales = (encoded[r0:r1].ravel() for encoded in whole[slot.name])
             start, at = layout.shard_start(slot.name, rank), layout.shard_size + part.start
-            found[rank, start : start + payload.size] = payload
-            found[rank, at : at + scales.size] = scales
-    return found
+            pieces[rank, start : start + payload.size] = payload
+            pieces[rank, at : at + scales.size] = scales
+    return pieces
 
 
 @pytest.mark.fast_cases("3-odd-row", "2-even-block(32)")
@@ -117,7 +119,7 @@ def test_each_shards_bytes_are_those_of_whole_tensors(
     np.testing.assert_array_equal(np.stack(pieces), pieces_of(layout, values))
 
     amax = np.max([amax_of_tensors(layout, x, r) for x, r in zip(local, ranks, strict=True)], axis=0)
-    whole = {name: reference.quantize_tensor(one) for name, one in values.items()}
+    whole = {name: reference.quantize_tensor(array) for name, array in values.items()}
     scales = np.asarray(float8.scales_of(jnp.asarray(amax)))
     assert scales.tolist() == [int(whole[name][1]) for name in shapes]
     payload = np.stack(
@@ -141,11 +143,11 @@ def test_bits_are_those_of_the_reference_for_all_exponents() -> None:
     spread[::2, 0] = np.nextafter(np.float32(spread[::2, 0]), np.float32(99))
     blocks = np.concatenate([values[: values.size // 32 * 32].reshape(-1, 32), spread.astype(np.float32)])
     payload, scales = reference.quantize_rows(blocks)
-    found = float8.scales_of(float8.magnitudes(jnp.asarray(blocks)).max(axis=1, keepdims=True))
-    np.testing.assert_array_equal(found, scales)
-    np.testing.assert_array_equal(float8.encode(jnp.asarray(blocks), found), payload)
+    own_scales = float8.scales_of(float8.magnitudes(jnp.asarray(blocks)).max(axis=1, keepdims=True))
+    np.testing.assert_array_equal(own_scales, scales)
+    np.testing.assert_array_equal(float8.encode(jnp.asarray(blocks), own_scales), payload)
     np.testing.assert_array_equal(
-        float8.decode(jnp.asarray(payload), found), reference.dequantize_rows(payload, scales)
+        float8.decode(jnp.asarray(payload), own_scales), reference.dequantize_rows(payload, scales)
     )
 
 
@@ -283,10 +285,10 @@ def test_gradients_are_those_of_the_unsharded_model_with_quantized_weights(
         **options,
     )
     gradients = jax.jit(make_gradients(plan, loss, 2))
-    value, found, _ = jax.block_until_ready(gradients(weights, shard_batch(plan, tokens(8))))
+    value, reduced, _ = jax.block_until_ready(gradients(weights, shard_batch(plan, tokens(8))))
     expected, of_each = unsharded(config, gather, stacked)
     np.testing.assert_allclose(float(value), expected, rtol=1e-6)
-    for path, gradient in unshard(plan, found).items():
+    for path, gradient in unshard(plan, reduced).items():
         scale = float(np.abs(of_each[path]).max())
         np.testing.assert_allclose(gradient, of_each[path], rtol=0, atol=3e-6 * scale, err_msg=path)
 
@@ -310,7 +312,10 @@ def test_payload_travels_and_nothing_wider(gather: str) -> None:
         batch = shard_batch(plan, np.ones((8, 64), np.float32))
         compiled = count_compiled_collectives(jax.jit(gradients).lower(weights, batch).compile())
         gathered = [
-            (one.dtype, one.size) for one, n in compiled.items() if one.kind == "all_gather" for _ in range(n)
+            (collective.dtype, collective.size)
+            for collective, n in compiled.items()
+            if collective.kind == "all_gather"
+            for _ in range(n)
         ]
         payload = sum(size for dtype, size in gathered if dtype == "uint8")
         assert all(size <= 64 for dtype, size in gathered if dtype != "uint8"), gathered
@@ -321,13 +326,15 @@ def test_payload_travels_and_nothing_wider(gather: str) -> None:
         if engine == "shard_map":
             written = count_collectives(gradients, weights, batch)
             expected = [] if gather == "mxfp8" else [("float32", 2)]
-            assert [(one.dtype, one.size) for one in written if one.kind == "pmax"] == expected
+            assert [
+                (collective.dtype, collective.size) for collective in written if collective.kind == "pmax"
+            ] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", GATHERS)
 def test_losses_stay_within_two_percent_of_bfloat16s(gather: str) -> None:
-    found = []
+    histories = []
     for asked in (None, gather):
         model = Decoder(EVEN_CONFIG, rngs=nnx.Rngs(1))
         plan, weights = fully_shard(model, data_parallel_mesh(2), param_dtype="bfloat16", gather_dtype=asked)
@@ -337,8 +344,8 @@ def test_losses_stay_within_two_percent_of_bfloat16s(gather: str) -> None:
         for index in range(30):
             state, metrics = step(state, tokens(8, seed=index % 3))
             losses.append(float(metrics["loss"]))
-        found.append(losses)
-    plain, narrow = np.array(found)
+        histories.append(losses)
+    plain, narrow = np.array(histories)
     assert plain[-1] < 0.9 * plain[0]
     np.testing.assert_allclose(narrow, plain, rtol=0.02)
     assert not np.array_equal(narrow, plain)
@@ -380,7 +387,7 @@ def test_a_run_goes_on_from_its_checkpoint_also_with_weights_gathered_otherwise(
     again = load_checkpoint(tmp_path / "b", plan, optimizer).state
     for batch in rows[2:]:
         state, expected = step(state, batch)
-        again, found = step(again, batch)
-        assert float(found["loss"]) == float(expected["loss"])
+        again, metrics = step(again, batch)
+        assert float(metrics["loss"]) == float(expected["loss"])
     whole, its = unshard(plan, state.weights), unshard(plan, again.weights)
     assert all(np.array_equal(whole[path], its[path]) for path in tree)

@@ -61,7 +61,7 @@ def test_output_and_gradients_are_those_of_rounded_factors(
     lhs, rhs = factors(of_lhs, of_rhs, dtype=dtype)
     output, back = jax.vjp(jax.jit(lambda x, w: float8_dot_general(x, w, dimensions)), lhs, rhs)
     (grad,) = factors(output.shape, dtype=dtype)
-    found = (output, *back(grad))
+    arrays = (output, *back(grad))
     weight = jnp.asarray(rounded(rhs, E4M3))
     wide = [jnp.asarray(x, jnp.float32) for x in (lhs, rhs, grad)]
     expected, back = jax.vjp(
@@ -70,7 +70,7 @@ def test_output_and_gradients_are_those_of_rounded_factors(
     (of_input,) = back(jnp.asarray(rounded(grad, E5M2)))
     _, back = jax.vjp(lambda w: lax.dot_general(wide[0], w, dimensions), wide[1])
     rtol = 2e-6 if dtype == jnp.float32 else 2.0**-8
-    for mine, theirs in zip(found, (expected, of_input, *back(wide[2])), strict=True):
+    for mine, theirs in zip(arrays, (expected, of_input, *back(wide[2])), strict=True):
         assert mine.dtype == dtype
         scale = float(np.abs(np.asarray(theirs)).max())
         np.testing.assert_allclose(np.asarray(mine, np.float32), theirs, rtol=rtol, atol=1e-6 * scale)
@@ -182,7 +182,7 @@ def test_sharded_gradients_are_those_of_each_devices_rounded_rows(engine: str) -
     rows = np.random.default_rng(1).standard_normal((8, 32)).astype(np.float32)
     # With a scale of all rows most of these would become zeros.
     rows[4:] *= 2.0**-14
-    value, found, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows))
+    value, reduced, _ = jax.jit(make_gradients(plan, loss))(weights, shard_batch(plan, rows))
 
     def product(x: jax.Array, weight: jax.Array, *_: Any, **__: Any) -> jax.Array:
         return emulated(x, weight) if weight.shape != (16, 5) else x @ weight
@@ -192,10 +192,12 @@ def test_sharded_gradients_are_those_of_each_devices_rounded_rows(engine: str) -
     parts = [rows[:4], rows[4:]] if engine == "shard_map" else [rows]
     compute = jax.value_and_grad(lambda state, x: loss(nnx.merge(graphdef, state), x))
     of_parts = [compute(state, part) for part in parts]
-    np.testing.assert_allclose(float(value), np.mean([one for one, _ in of_parts]), rtol=1e-5)
-    expected = jax.tree.map(lambda *one: np.mean(one, axis=0), *[gradients for _, gradients in of_parts])
+    np.testing.assert_allclose(float(value), np.mean([part_loss for part_loss, _ in of_parts]), rtol=1e-5)
+    expected = jax.tree.map(
+        lambda *leaves: np.mean(leaves, axis=0), *[gradients for _, gradients in of_parts]
+    )
     named = {"/".join(map(str, key)): v.get_value() for key, v in nnx.to_flat_state(expected)}
-    for path, gradient in unshard(plan, found).items():
+    for path, gradient in unshard(plan, reduced).items():
         scale = float(np.abs(named[path]).max())
         np.testing.assert_allclose(gradient, named[path], rtol=0, atol=1e-4 * scale, err_msg=path)
 
@@ -224,7 +226,7 @@ def test_losses_stay_beside_those_of_bfloat16() -> None:
         chosen = jnp.take_along_axis(model(tokens[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
         return (jax.nn.logsumexp(model(tokens[:, :-1]), axis=-1) - chosen).mean()
 
-    found = []
+    histories = []
     for product, gather in ((lax.dot_general, None), (float8_dot_general, "float8_e4m3fn")):
         plan, weights = fully_shard(
             Successor(product), data_parallel_mesh(2), param_dtype="bfloat16", gather_dtype=gather
@@ -236,8 +238,8 @@ def test_losses_stay_beside_those_of_bfloat16() -> None:
             start = np.random.default_rng(index).integers(0, 64, (16, 1))
             state, metrics = step(state, ((start + np.arange(9) * 5) % 64).astype(np.int32))
             losses.append(float(metrics["loss"]))
-        found.append(losses)
-    plain, narrow = np.array(found)
+        histories.append(losses)
+    plain, narrow = np.array(histories)
     assert plain[-1] < 0.5 * plain[0]
     np.testing.assert_allclose(narrow, plain, rtol=0.05)
     assert not np.array_equal(narrow, plain)

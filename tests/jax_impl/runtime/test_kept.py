@@ -75,7 +75,7 @@ def traced(monkeypatch: Any, prefetch: int, inner: bool, stacked: bool = False) 
     model = nnx.eval_shape(lambda: model_of(stacked=stacked))
     options: dict[str, Any] = {"stacked": ["layers"]} if stacked else {}
     plan = plan_sharding(model, data_parallel_mesh(DEVICES), policy=policy(inner, prefetch), **options)
-    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((2 * DEVICES, WIDTH), jnp.float32)
     return jax.make_jaxpr(make_gradients(plan, loss))(weights, rows).jaxpr
 
@@ -89,8 +89,8 @@ def unit_of(step: Step) -> str:
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_the_last_units_of_a_recomputation_stay_for_backward(monkeypatch, prefetch, inner):
-    found = steps(traced(monkeypatch, prefetch, inner))
-    gathered = Counter(unit_of(step) for step in found if step.kind == "all_gather")
+    program_steps = steps(traced(monkeypatch, prefetch, inner))
+    gathered = Counter(unit_of(step) for step in program_steps if step.primitive == "all_gather")
     for layer, part in itertools.product(range(2), range(PARTS)):
         # Parts run from the last to the first.
         assert gathered[f"layers/{layer}/parts/{part}"] == (2 if part <= prefetch else 3)
@@ -118,8 +118,8 @@ def test_no_more_weights_are_there_at_once_than_prefetch_says(prefetch):
         policy=policy(True, prefetch),
     )
     weights = {
-        key: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=plan.sharding(key))
-        for key, one in plan.arrays.items()
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
+        for key, array in plan.arrays.items()
     }
     cut = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
     rows = jax.ShapeDtypeStruct((2 * DEVICES, width), jnp.float32, sharding=cut)
@@ -131,8 +131,8 @@ def test_no_more_weights_are_there_at_once_than_prefetch_says(prefetch):
 
 def in_one_process(model: Chain, rows: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
     graphdef, state = nnx.split(model)
-    value, found = jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), jnp.asarray(rows)))(state)
-    return value, named(found)
+    value, gradients = jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), jnp.asarray(rows)))(state)
+    return value, named(gradients)
 
 
 @pytest.mark.fast_cases("1-1-shard_map-True-False", "1-1-shard_map-False-True")
@@ -156,11 +156,11 @@ def test_gradients_are_those_of_the_whole_model(monkeypatch, devices, prefetch, 
     plan, weights = fully_shard(
         model, data_parallel_mesh(devices), policy=policy(inner, prefetch), engine=engine, **options
     )
-    value, found, *_ = jax.jit(make_gradients(plan, loss, 2))(weights, shard_batch(plan, rows, 2))
+    value, reduced, *_ = jax.jit(make_gradients(plan, loss, 2))(weights, shard_batch(plan, rows, 2))
     expected, theirs = in_one_process(model, rows)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    own = unshard(plan, found)
+    own = unshard(plan, reduced)
     assert own.keys() == theirs.keys()
-    for path, one in theirs.items():
-        scale = float(jnp.abs(one).max())
-        np.testing.assert_allclose(own[path], one, rtol=0, atol=1e-5 * scale, err_msg=path)
+    for path, gradient in theirs.items():
+        scale = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(own[path], gradient, rtol=0, atol=1e-5 * scale, err_msg=path)

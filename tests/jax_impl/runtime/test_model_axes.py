@@ -75,11 +75,11 @@ def reference(stacked: bool) -> tuple[list[float], list[float], dict[str, np.nda
     )
 
 
-def assert_equal_within(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
-    assert sorted(found) == sorted(expected)
+def assert_equal_within(arrays: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+    assert sorted(arrays) == sorted(expected)
     for path, value in expected.items():
         scale = float(np.abs(value).max())
-        np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12 * scale, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=0, atol=1e-12 * scale, err_msg=path)
 
 
 def optimizer() -> Any:
@@ -155,9 +155,9 @@ def test_norms_count_cut_parameters_once_and_whole_ones_once(engine: str) -> Non
             parallel=cut_models.DECODER,
         )
         expected = {path: np.linalg.norm(np.ravel(x)) for path, x in unshard(plan, weights).items()}
-        found = parameter_norms(plan, weights)
-        assert found.keys() == expected.keys()
-        np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-13)
+        norms = parameter_norms(plan, weights)
+        assert norms.keys() == expected.keys()
+        np.testing.assert_allclose(list(norms.values()), list(expected.values()), rtol=1e-13)
 
 
 @pytest.mark.slow
@@ -169,31 +169,33 @@ def test_only_a_devices_own_parts_travel_and_no_weights_over_a_model_axis() -> N
         step = make_train_step(plan, loss, optimizer())
         batch = shard_batch(plan, tokens(12))
         program = step._gradients.lower(weights, batch, {}, ()).compile()
-        found = collectives_over_axes(program.as_text(), mesh)
+        collectives = collectives_over_axes(program.as_text(), mesh)
     rows = {key: math.prod(stored.shape) for key, stored in plan.arrays.items()}
     # Of a cut array a device's row is half.
     own = {key: size // 2 if "tp" in key else size for key, size in rows.items()}
     assert any("tp" in key for key in own)
-    gathers = [one for one in found if one.kind == "all_gather"]
-    assert {one.axes for one in gathers} == {("dp",), ("outer",)}
+    gathers = [collective for collective in collectives if collective.operation == "all_gather"]
+    assert {collective.axes for collective in gathers} == {("dp",), ("outer",)}
     assert set(sizes(gathers, "dp")) == {size for size in own.values() if size}
     assert set(sizes(gathers, "outer")) == {size // 2 for size in own.values() if size}
-    reductions = [one for one in found if one.kind == "reduce_scatter"]
+    reductions = [collective for collective in collectives if collective.operation == "reduce_scatter"]
     assert sorted(sizes(reductions, "dp")) == sorted(size for size in own.values() if size)
     assert sorted(sizes(reductions, "outer")) == sorted(size // 2 for size in own.values() if size)
-    over_model = [one for one in found if "tp" in one.axes]
-    assert all(one.kind == "psum" and one.axes == ("tp",) for one in over_model)
+    over_model = [collective for collective in collectives if "tp" in collective.axes]
+    assert all(collective.operation == "psum" and collective.axes == ("tp",) for collective in over_model)
     # Activations of 3 rows, 6 tokens and 12 features, and numbers for each token: no parameter is so large.
     hidden, numbers = 3 * 6 * 12, 3 * 6
-    found_sizes = [array.size for one in over_model for array in one.arrays]
-    assert set(found_sizes) == {hidden, numbers}
+    activation_sizes = [array.size for collective in over_model for array in collective.arrays]
+    assert set(activation_sizes) == {hidden, numbers}
     # Forward: after attention and mlp of 2 layers, and the embedding. Backward: queries, keys, values, gates and ups of
     # each layer, and the output. A softmax over the vocabulary: maxima, sums, and logits of the targets.
-    assert (found_sizes.count(hidden), found_sizes.count(numbers)) == (5 + 11, 3)
+    assert (activation_sizes.count(hidden), activation_sizes.count(numbers)) == (5 + 11, 3)
 
 
-def sizes(found: list[OverAxes], axis: str) -> list[int]:
-    return [array.size for one in found if one.axes == (axis,) for array in one.arrays]
+def sizes(collectives: list[OverAxes], axis: str) -> list[int]:
+    return [
+        array.size for collective in collectives if collective.axes == (axis,) for array in collective.arrays
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -232,8 +234,8 @@ def test_the_same_step_gives_the_same_bits_however_often() -> None:
         )
         step = make_train_step(plan, loss, optimizer(), microbatches=2, donate=False)
         state = init_state(plan, weights, optimizer())
-        found = set()
+        outcomes = set()
         for _ in range(300):
             after, _ = step(state, tokens(16))
-            found.add(tuple(np.asarray(x).tobytes() for x in after.weights.values()))
-        assert len(found) == 1
+            outcomes.add(tuple(np.asarray(x).tobytes() for x in after.weights.values()))
+        assert len(outcomes) == 1

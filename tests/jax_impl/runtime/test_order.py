@@ -47,18 +47,18 @@ def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
 def traced(monkeypatch: Any, **options: Any) -> Any:
     monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = plan_sharding(nnx.eval_shape(chain), data_parallel_mesh(4), **options)
-    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
     return jax.make_jaxpr(function)(weights, rows)
 
 
-def parts(found: list[Step], recompute: bool = False) -> dict[str, list[Any]]:
+def parts(program_steps: list[Step], recompute: bool = False) -> dict[str, list[Any]]:
     """Gathers and products forward; gathers, products (of each layer), reductions backward, in layer order."""
-    found = [step for step in found if "layers/" in step.scope]
-    gathers = [step for step in found if step.kind == "all_gather"]
-    products = [step for step in found if step.kind == "dot_general"]
-    reductions = [step for step in found if step.kind == "reduce_scatter"]
+    program_steps = [step for step in program_steps if "layers/" in step.scope]
+    gathers = [step for step in program_steps if step.primitive == "all_gather"]
+    products = [step for step in program_steps if step.primitive == "dot_general"]
+    reductions = [step for step in program_steps if step.primitive == "reduce_scatter"]
     each = 3 if recompute else 2
     backward = [products[i : i + each] for i in range(LAYERS, LAYERS * (1 + each), each)]
     assert len(gathers) == 2 * LAYERS
@@ -79,9 +79,9 @@ def waits(later: Step, earlier: Step) -> bool:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_prefetch_a_gather_runs_beside_the_unit_before_and_no_earlier(monkeypatch, recompute):
-    found = parts(program(monkeypatch, 1, recompute=recompute), recompute)
+    by_role = parts(program(monkeypatch, 1, recompute=recompute), recompute)
     gathers, products, again, backward = (
-        found[name] for name in ("gathers", "products", "again", "backward")
+        by_role[name] for name in ("gathers", "products", "again", "backward")
     )
     for k in range(LAYERS):
         assert waits(products[k], gathers[k])
@@ -100,23 +100,23 @@ def test_with_prefetch_a_gather_runs_beside_the_unit_before_and_no_earlier(monke
 def test_with_prefetch_a_reduction_is_waited_for_by_the_next_and_by_the_unit_after_the_next(
     monkeypatch, recompute
 ):
-    found = parts(program(monkeypatch, 1, recompute=recompute), recompute)
-    backward, reductions = found["backward"], found["reductions"]
+    by_role = parts(program(monkeypatch, 1, recompute=recompute), recompute)
+    backward, reductions = by_role["backward"], by_role["reductions"]
     for k in range(LAYERS - 1):
         assert waits(reductions[k], reductions[k + 1])
         assert not any(waits(step, reductions[k + 1]) for step in backward[k]), k
-        assert not waits(found["again"][k], reductions[k + 1]), k
+        assert not waits(by_role["again"][k], reductions[k + 1]), k
     for k in range(LAYERS - 3):
         assert all(waits(step, reductions[k + 2]) for step in backward[k]), k
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_prefetch_nothing_runs_beside_a_transfer(monkeypatch, recompute):
-    found = parts(program(monkeypatch, 0, recompute=recompute), recompute)
+    by_role = parts(program(monkeypatch, 0, recompute=recompute), recompute)
     for k in range(1, LAYERS):
-        assert waits(found["gathers"][k], found["products"][k - 1])
-        assert all(waits(found["again"][k - 1], step) for step in found["backward"][k])
-        assert waits(found["again"][k - 1], found["reductions"][k])
+        assert waits(by_role["gathers"][k], by_role["products"][k - 1])
+        assert all(waits(by_role["again"][k - 1], step) for step in by_role["backward"][k])
+        assert waits(by_role["again"][k - 1], by_role["reductions"][k])
 
 
 def test_other_values_of_prefetch_are_refused():
@@ -149,11 +149,11 @@ def test_with_prefetch_gradients_are_those_of_the_whole_model(monkeypatch, stack
         model, data_parallel_mesh(1), prefetch=1, recompute=recompute, stacked=["layers"] if stacked else []
     )
     rows = tokens(6)
-    found = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, shard_batch(plan, rows, 2))
+    outputs = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, shard_batch(plan, rows, 2))
     graphdef, state = nnx.split(model)
     value, expected = jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), jnp.asarray(rows)))(state)
-    np.testing.assert_allclose(found[0], value, rtol=1e-6)
-    own = unshard(plan, found[1])
-    for path, one in named(expected).items():
-        scale = float(jnp.abs(one).max())
-        np.testing.assert_allclose(own[path], one, rtol=0, atol=1e-5 * scale, err_msg=path)
+    np.testing.assert_allclose(outputs[0], value, rtol=1e-6)
+    own = unshard(plan, outputs[1])
+    for path, gradient in named(expected).items():
+        scale = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(own[path], gradient, rtol=0, atol=1e-5 * scale, err_msg=path)

@@ -34,7 +34,7 @@ from tests.support.jax_impl.scanned_models import CASES, WIDTH, Case, Stack, app
 from tests.support.jax_impl.tiny import named
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
-KINDS = ("dot_general", "all_gather", "reduce_scatter")
+PRIMITIVES = ("dot_general", "all_gather", "reduce_scatter")
 FAST = {"two", "recompute", "unroll", "optim_grads", "frozen", "two stacks", "inside", "inputs and outputs"}
 FAST |= {"linen", "nothing carried", "looped", "nnx.scan", "lists"}
 FAST_SIMULATED = {"two stacks", "inside", "carried number"}
@@ -56,7 +56,7 @@ def assert_right(case: Case, *, engine: str = "shard_map") -> None:
     function = jax.jit(make_gradients(plan, case.loss, case.microbatches))
     batch = shard_batch(plan, whole, case.microbatches)
     value, gradients, _ = function(weights, batch, variable_leaves(model))
-    found = unshard(plan, gradients)
+    unsharded = unshard(plan, gradients)
     if isinstance(model, nnx.Module):
         graphdef, state, rest = nnx.split(model, nnx.Param, ...)
         loss = jax.value_and_grad(lambda s, x: case.loss(nnx.merge(graphdef, s, rest), x))
@@ -65,16 +65,16 @@ def assert_right(case: Case, *, engine: str = "shard_map") -> None:
     else:
         expected, alone = jax.value_and_grad(case.loss)(model, whole)
         flat = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): one
-            for path, one in jax.tree.leaves_with_path(alone)
+            jax.tree_util.keystr(path, simple=True, separator="/"): gradient
+            for path, gradient in jax.tree.leaves_with_path(alone)
         }
     rough = "param_dtype" in case.options
     np.testing.assert_allclose(value, expected, rtol=2e-2 if rough else 1e-5)
-    assert found.keys() == flat.keys() - set(case.options.get("frozen", ()))
-    for path, one in found.items():
+    assert unsharded.keys() == flat.keys() - set(case.options.get("frozen", ()))
+    for path, gradient in unsharded.items():
         scale = float(jnp.abs(flat[path]).max())
         np.testing.assert_allclose(
-            one, flat[path], rtol=0, atol=(5e-2 if rough else 1e-4) * scale, err_msg=path
+            gradient, flat[path], rtol=0, atol=(5e-2 if rough else 1e-4) * scale, err_msg=path
         )
 
 
@@ -106,7 +106,7 @@ def traced(monkeypatch: Any, name: str, engine: str = "shard_map", **options: An
     case = CASES[name]
     options = {"units": ["layers/*"], "stacked": ["layers"], "prefetch": 1, **case.options, **options}
     plan = plan_sharding(case.parameters, mesh_of(case), engine=engine, **options)
-    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     return jax.make_jaxpr(make_gradients(plan, case.loss))(weights, rows()).jaxpr
 
 
@@ -114,27 +114,29 @@ def traced(monkeypatch: Any, name: str, engine: str = "shard_map", **options: An
 def test_in_a_pass_transfers_run_beside_a_layer_that_is_not_theirs(monkeypatch, recompute):
     program = traced(monkeypatch, "unroll", recompute=recompute)
     whole = (20,)
-    found = [
-        (loop, passes) for loop, passes in loops(program) if list(runs(loop.params["jaxpr"].jaxpr, KINDS[1]))
+    with_gathers = [
+        (loop, passes)
+        for loop, passes in loops(program)
+        if list(runs(loop.params["jaxpr"].jaxpr, PRIMITIVES[1]))
     ]
-    (forward, times), (backward, times_back) = found
+    (forward, times), (backward, times_back) = with_gathers
     # A pass of each stands apart: the last one of forward, and the first and the last of backward.
     assert (times, times_back) == (4, 3)
     for loop in (forward, backward):
         body = loop.params["jaxpr"].jaxpr
-        found, outputs = steps_and_outputs(body, KINDS)
-        kinds = Counter(step.kind for step in found)
-        assert kinds["all_gather"] == 1
-        assert kinds["reduce_scatter"] == int(loop is backward)
-        products = {step.number for step in found if step.kind == "dot_general"}
-        transfers = {step.number for step in found} - products
+        body_steps, outputs = steps_and_outputs(body, PRIMITIVES)
+        primitives = Counter(step.primitive for step in body_steps)
+        assert primitives["all_gather"] == 1
+        assert primitives["reduce_scatter"] == int(loop is backward)
+        products = {step.number for step in body_steps if step.primitive == "dot_general"}
+        transfers = {step.number for step in body_steps} - products
         rows_in = {i for i, v in enumerate(body.invars) if v.aval.shape == (4, WIDTH)}
-        for step in found:
-            if step.kind == "dot_general":
+        for step in body_steps:
+            if step.primitive == "dot_general":
                 assert step.before.isdisjoint(transfers)
             else:
                 assert step.before.isdisjoint(products)
-            if step.kind == "all_gather":
+            if step.primitive == "all_gather":
                 assert not rows_in.isdisjoint(step.inputs)
         carries = loop.params["num_carry"] if "num_carry" in loop.params else len(body.outvars)
         # What the next pass begins with is there when all of this one is done; its weights are the only whole ones.
@@ -149,13 +151,15 @@ def test_each_layer_is_gathered_twice_and_reduced_once(monkeypatch, name):
     counted = []
     for prefetch in (0, 1):
         program = traced(monkeypatch, name, prefetch=prefetch)
-        found: Counter[Any] = Counter()
-        for kind, phase in (("all_gather", "gather"), ("reduce_scatter", "reduce")):
-            for equation, scope, times in runs(program, kind):
+        counts: Counter[Any] = Counter()
+        for primitive, phase in (("all_gather", "gather"), ("reduce_scatter", "reduce")):
+            for equation, scope, times in runs(program, primitive):
                 unit = scope.partition(f"/{phase}")
                 assert unit[1], scope
-                found[kind, equation.outvars[0].aval.shape, "layers" in unit[0] or "more" in unit[0]] += times
-        counted.append(found)
+                counts[
+                    primitive, equation.outvars[0].aval.shape, "layers" in unit[0] or "more" in unit[0]
+                ] += times
+        counted.append(counts)
     assert counted[0] == counted[1]
 
 
@@ -191,7 +195,7 @@ def test_what_is_refused_is_named_with_its_line():
 def test_random_streams_statistics_and_callbacks_are_those_of_loops_as_they_are(monkeypatch):
     as_accelerators(monkeypatch)
     model = Stack(lifted=False, varying=True)
-    found, seen = [], []
+    by_prefetch, seen = [], []
 
     def loss(model: Any, x: jax.Array) -> jax.Array:
         x = model(x)
@@ -208,9 +212,9 @@ def test_random_streams_statistics_and_callbacks_are_those_of_loops_as_they_are(
             jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             for x in jax.tree.leaves(results)
         ]
-        found.append(leaves)
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        by_prefetch.append(leaves)
+    for leaf, other in zip(*by_prefetch, strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
 
     model = CASES["three"].parameters
 

@@ -82,10 +82,10 @@ def test_microbatch_gradients_accumulate_in_float32_under_bfloat16_compute(strat
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_low_precision_gradients_are_near_float32_ones_but_not_equal(strategy, precision, bound):
     model, batch = decoder(), tokens(8)
-    _, found = sharded(model, loss, batch, microbatches=2, strategy=strategy, **precision)
+    _, gradients = sharded(model, loss, batch, microbatches=2, strategy=strategy, **precision)
     graphdef, state = nnx.split(model)
     expected = named(jax.jit(jax.grad(lambda s: loss(nnx.merge(graphdef, s), batch)))(state))
-    flat = np.concatenate([np.ravel(found[path]) for path in expected])
+    flat = np.concatenate([np.ravel(gradients[path]) for path in expected])
     reference = np.concatenate([np.ravel(value) for value in expected.values()])
     error = np.linalg.norm(flat - reference) / np.linalg.norm(reference)
     assert 1e-4 < error < bound
@@ -109,6 +109,6 @@ def test_rounding_to_bfloat16_survives_the_compiler():
 
 def test_means_are_divided_not_multiplied_by_a_rounded_reciprocal():
     x = np.random.default_rng(0).normal(size=4096).astype(np.float32)
-    found = jax.jit(lambda x: divide_exactly(x, 3))(x)
-    np.testing.assert_array_equal(found, x / np.float32(3))
+    means = jax.jit(lambda x: divide_exactly(x, 3))(x)
+    np.testing.assert_array_equal(means, x / np.float32(3))
     assert np.isnan(divide_exactly(jnp.float32(np.nan), 3))

@@ -24,10 +24,10 @@ def test_constants_are_told_from_what_depends_on_arguments():
         sine, three = inside(x)
         return {"a": sine, "b": three, "c": three * 2, "d": three + y, "e": (x, 5.0)}
 
-    found, depends = with_dependence(function, jnp.ones(4), jnp.ones(4))
+    outputs, depends = with_dependence(function, jnp.ones(4), jnp.ones(4))
     assert depends == [True, False, False, True, True, False]
-    np.testing.assert_allclose(found["a"], np.sin(np.ones(4)), rtol=1e-6)
-    np.testing.assert_array_equal(found["d"], np.full(4, 4.0))
+    np.testing.assert_allclose(outputs["a"], np.sin(np.ones(4)), rtol=1e-6)
+    np.testing.assert_array_equal(outputs["d"], np.full(4, 4.0))
 
 
 class Masked(nnx.Module):
@@ -42,15 +42,15 @@ def test_no_constant_of_a_unit_is_held_by_a_barrier():
     plan = plan_sharding(
         nnx.eval_shape(lambda: Chain([Masked(nnx.Rngs(k)) for k in range(2)])), data_parallel_mesh(4)
     )
-    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
     traced = jax.make_jaxpr(function)(weights, jax.ShapeDtypeStruct((8, 8), jnp.float32))
     made = {}
     held = []
     for equation, inputs, results, _ in flattened(traced.jaxpr):
         if equation.primitive.name == "optimization_barrier":
-            held += [(one, variable.aval) for one, variable in zip(inputs, equation.invars, strict=True)]
-        made.update((one, inputs) for one in results)
+            held += [(name, variable.aval) for name, variable in zip(inputs, equation.invars, strict=True)]
+        made.update((name, inputs) for name in results)
     constant = [aval for name, aval in held if aval.ndim and name in made and not _depends(name, made)]
     assert held
     assert not constant, constant
@@ -60,4 +60,4 @@ def _depends(name: Any, made: dict[Any, list[Any]]) -> bool:
     """Whether a value comes from any input of the program."""
     if name is None:
         return False
-    return name not in made or any(_depends(one, made) for one in made[name])
+    return name not in made or any(_depends(source, made) for source in made[name])

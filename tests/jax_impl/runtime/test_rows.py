@@ -45,15 +45,15 @@ def test_rows_hold_what_the_flat_array_holds(name, num_shards):
     flat, rows = pack(layout, values), pack(layout, values, row)
     assert rows.shape == (num_shards, layout.shard_size // row, row)
     np.testing.assert_array_equal(rows.reshape(-1), flat)
-    for one, other in zip(unpack(layout, rows), values, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for unpacked, other in zip(unpack(layout, rows), values, strict=True):
+        np.testing.assert_array_equal(unpacked, other)
 
 
 def test_a_matrix_alone_is_neither_cut_nor_copied():
     layout = Layout(4, (12 * 256,), (Slot("w", (48, 256), 1, 0, 0),), align=128)
     assert row_size(layout) == 256
     rows = jax.ShapeDtypeStruct((4, 12, 256), np.float32)
-    steps = [one.primitive.name for one in jax.make_jaxpr(lambda x: unpack(layout, x))(rows).eqns]
+    steps = [equation.primitive.name for equation in jax.make_jaxpr(lambda x: unpack(layout, x))(rows).eqns]
     assert steps == ["reshape"]
 
 
@@ -110,11 +110,11 @@ def test_gradients_are_those_of_the_plain_model(as_on_tpus, config, engine, stra
         plan, weights = fully_shard(
             model, data_parallel_mesh(devices), strategy=strategy, engine=engine, **options
         )
-        found, reduced, *_ = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, rows)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-        for path, one in unshard(plan, reduced).items():
+        sharded_loss, reduced, *_ = jax.jit(make_gradients(plan, loss, microbatches=2))(weights, rows)
+        np.testing.assert_allclose(sharded_loss, expected, rtol=1e-12)
+        for path, gradient in unshard(plan, reduced).items():
             wanted = np.asarray(named(gradients)[path])
-            np.testing.assert_allclose(one, wanted, atol=1e-11 * np.abs(wanted).max(), err_msg=path)
+            np.testing.assert_allclose(gradient, wanted, atol=1e-11 * np.abs(wanted).max(), err_msg=path)
 
 
 def test_as_many_transfers_and_fewer_residuals(monkeypatch):
@@ -122,7 +122,7 @@ def test_as_many_transfers_and_fewer_residuals(monkeypatch):
 
     def traced() -> tuple[Any, int]:
         plan = jax_impl.plan_sharding(model, data_parallel_mesh(4))
-        weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+        weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
         function = make_gradients(plan, loss)
         batch = jax.ShapeDtypeStruct((16, 33), jnp.int32)
         return count_collectives(function, weights, batch), held(jax.make_jaxpr(function)(weights, batch))

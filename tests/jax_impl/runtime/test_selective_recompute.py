@@ -42,10 +42,12 @@ class Run:
         program = jax.jit(gradients).lower(weights, rows).compile()
         self.temporary = program.memory_analysis().temp_size_in_bytes
         self.gathers = sum(
-            times for one, times in count_compiled_collectives(program).items() if one.kind == "all_gather"
+            times
+            for collective, times in count_compiled_collectives(program).items()
+            if collective.kind == "all_gather"
         )
-        self.value, found, *_ = program(weights, rows)
-        self.found = {key: np.asarray(value) for key, value in found.items()}
+        self.value, reduced, *_ = program(weights, rows)
+        self.gradients = {key: np.asarray(value) for key, value in reduced.items()}
 
 
 @pytest.mark.slow
@@ -65,8 +67,8 @@ def test_products_are_kept_and_the_rest_is_computed_again(stacked: bool, engine:
     )
     for other in (again, dots, weighted):
         np.testing.assert_allclose(other.value, plain.value, rtol=1e-6)
-        for key, value in plain.found.items():
-            np.testing.assert_allclose(other.found[key], value, rtol=1e-4, atol=1e-6)
+        for key, value in plain.gradients.items():
+            np.testing.assert_allclose(other.gradients[key], value, rtol=1e-4, atol=1e-6)
     assert plain.products == dots.products < weighted.products < again.products
     assert again.temporary < weighted.temporary < dots.temporary < plain.temporary
     if engine == "shard_map":

@@ -97,11 +97,11 @@ def sharded(devices, strategy, **keywords):
     return plan, weights, make_train_step(plan, loss, OPTIMIZER, microbatches=2)
 
 
-def assert_close(found, expected):
-    assert list(found) == list(expected)
+def assert_close(arrays, expected):
+    assert list(arrays) == list(expected)
     for path, value in expected.items():
         scale = np.abs(value).max(initial=0)
-        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=2e-6 * scale + 1e-7, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=1e-4, atol=2e-6 * scale + 1e-7, err_msg=path)
 
 
 @functools.cache
@@ -199,12 +199,12 @@ def test_shards_of_more_elements_than_int32_counts_are_packed():
 def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     plan, weights, _ = sharded(4, strategy)
     batch = shard_batch(plan, rows(8), 2)
-    found = count_collectives(make_gradients(plan, loss, 2), weights, batch)
+    counts = count_collectives(make_gradients(plan, loss, 2), weights, batch)
     expected = Counter({Collective("psum", "float32", 1): 1})  # the loss
     for unit in plan.units.values():
-        for kind, times in EXPECTED[strategy](2).items():
-            expected[Collective(kind, "float32", unit.layout.padded_size)] += times
-    assert found == expected
+        for operation, times in EXPECTED[strategy](2).items():
+            expected[Collective(operation, "float32", unit.layout.padded_size)] += times
+    assert counts == expected
     (mapped,) = jax.make_jaxpr(make_gradients(plan, loss))(weights, shard_batch(plan, rows(4))).eqns
     assert unordered_collectives(mapped.params["jaxpr"]) == []
 
@@ -264,8 +264,8 @@ def test_blocks_tensors_and_granularities_by_path_train_alike():
     }
     asked = {"first/k1": 10, "second/k1": 2, "second/b2": 4}
     assert blocks == {**dict.fromkeys(plan.parameters, 1), **asked}
-    for found in results[1:]:
-        assert_close(found, {path: np.asarray(value) for path, value in results[0].items()})
+    for gradients in results[1:]:
+        assert_close(gradients, {path: np.asarray(value) for path, value in results[0].items()})
 
 
 def test_granularities_of_unknown_paths_are_refused_by_name():

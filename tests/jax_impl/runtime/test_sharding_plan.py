@@ -186,6 +186,6 @@ def test_float64_and_float32_parameters_share_a_unit():
     with jax.enable_x64(True):
         model.norm.scale = nnx.Param(jnp.zeros(CONFIG.d_model, jnp.float64))
         plan, _ = fully_shard(model, data_parallel_mesh(2))
-    found = {group.key: group.paths for group in plan.units[""].groups}
-    assert found[" (float64)"] == ("norm/scale",)
-    assert "norm/scale" not in found[""]
+    paths = {group.key: group.paths for group in plan.units[""].groups}
+    assert paths[" (float64)"] == ("norm/scale",)
+    assert "norm/scale" not in paths[""]

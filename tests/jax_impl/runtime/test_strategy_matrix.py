@@ -136,12 +136,12 @@ def stacked_names(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {path: np.stack(value) if isinstance(value, list) else value for path, value in result.items()}
 
 
-def assert_equal_within(found: dict[str, Any], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    assert sorted(found) == sorted(expected)
+def assert_equal_within(arrays: dict[str, Any], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    assert sorted(arrays) == sorted(expected)
     for path, value in expected.items():
         scale = float(np.abs(value).max())
         assert scale > 0, f"{path} takes no part in the test"
-        np.testing.assert_allclose(found[path], value, rtol=0, atol=tolerance * scale, err_msg=path)
+        np.testing.assert_allclose(arrays[path], value, rtol=0, atol=tolerance * scale, err_msg=path)
 
 
 def mesh_of(sizes: tuple[int, ...]) -> jax.sharding.Mesh:

@@ -156,10 +156,10 @@ def one_step(change: Any, rules: Any, engine: str, microbatches: int = 1) -> dic
 def test_variables_are_those_of_the_unsharded_model(change: Any, rules: Any, engine: str) -> None:
     if change in ALONE and engine == "pjit":
         pytest.skip("has no axis to sum over, and no need to")
-    found = one_step(change, rules, engine)
+    variables = one_step(change, rules, engine)
     model = Codebook(nnx.Rngs(0), ALONE.get(change, change))
     model(jnp.asarray(rows()))
-    for path, value in found.items():
+    for path, value in variables.items():
         np.testing.assert_allclose(value, getattr(model, path)[...], rtol=1e-6, err_msg=path)
 
 
@@ -194,10 +194,10 @@ def test_variables_in_dictionaries_of_units_are_those_of_the_unsharded_model(eng
         nnx.update(model, changed)
         state, metrics = step(state, rows())
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-    found = {path: value for path, value in state.variables.items() if "batch_stats" in path}
-    assert len(found) == 4
+    statistics = {path: value for path, value in state.variables.items() if "batch_stats" in path}
+    assert len(statistics) == 4
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
-        np.testing.assert_allclose(found["/".join(map(str, path))], value[...], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(statistics["/".join(map(str, path))], value[...], rtol=1e-4, atol=1e-5)
 
 
 class Prefix(nnx.Module):
@@ -231,11 +231,11 @@ def test_a_cache_without_rows_of_the_batch_is_not_cut_silently() -> None:
     with pytest.raises(ValueError, match=message):
         jax_impl.make_train_step(plan, loss, optax.sgd(0.1), donate=False)(made, batch)
     # What no result depends on may have any rows, as a decode cache has in training.
-    found = jax_impl.make_eval_step(plan, lambda model, rows: model(rows, look=False))(made, batch)
-    np.testing.assert_allclose(found, model(jnp.asarray(batch), look=False), rtol=1e-5, atol=1e-6)
+    outputs = jax_impl.make_eval_step(plan, lambda model, rows: model(rows, look=False))(made, batch)
+    np.testing.assert_allclose(outputs, model(jnp.asarray(batch), look=False), rtol=1e-5, atol=1e-6)
     for plan, made in (state({"prefix": "max"}), state({}, "pjit")):
-        found = jax_impl.make_eval_step(plan, lambda model, rows: model(rows))(made, batch)
-        np.testing.assert_allclose(found, model(jnp.asarray(batch)), rtol=1e-5, atol=1e-6)
+        outputs = jax_impl.make_eval_step(plan, lambda model, rows: model(rows))(made, batch)
+        np.testing.assert_allclose(outputs, model(jnp.asarray(batch)), rtol=1e-5, atol=1e-6)
 
 
 class TimeFirst(nnx.Module):
@@ -270,9 +270,9 @@ def test_caches_whose_rows_lie_elsewhere_are_refused_in_words_or_followed(tokens
 def test_sums_go_over_microbatches_too() -> None:
     model = Codebook(nnx.Rngs(0), counted)
     model(jnp.asarray(rows()))
-    found = one_step(counted, {"counts": "sum"}, "shard_map", microbatches=2)
-    np.testing.assert_array_equal(found["counts"], model.counts[...])
-    assert found["calls"] == 2
+    variables = one_step(counted, {"counts": "sum"}, "shard_map", microbatches=2)
+    np.testing.assert_array_equal(variables["counts"], model.counts[...])
+    assert variables["calls"] == 2
 
 
 @pytest.mark.parametrize(
@@ -495,8 +495,8 @@ def test_scanned_layers_are_refused_where_they_change_their_statistics_alone() -
         model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1
     )
     state = init_state(plan, weights, optax.sgd(0.1))
-    found = make_eval_step(plan, lambda model, x: model(x))(state, rows())
-    np.testing.assert_allclose(found, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
+    outputs = make_eval_step(plan, lambda model, x: model(x))(state, rows())
+    np.testing.assert_allclose(outputs, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
     model.train()
     plan, weights = fully_shard(
         model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1

@@ -68,26 +68,26 @@ def fail(path: str, process: int) -> dict[str, Any]:
         raise OSError(28, "No space left on device", f"{path}/d/1")
 
     fault = mock.patch.object(OrbaxPart, "finish", full)
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     for name in ("1", "2"):
         if jax.process_index() == process:
             fault.start()
         pending = save_checkpoint_async(f"{path}/{name}", plan, state, timeout=60)
         if name == "1":
-            found["wait"] = error_of(pending.wait)
+            answer["wait"] = error_of(pending.wait)
         elif jax.process_index() == 0:
             error_of(pending.wait)
         pending._thread.join()  # type: ignore[union-attr]  # a save in the background has one
         if jax.process_index() == process:
             fault.stop()
-    found["next"] = error_of(save_checkpoint, f"{path}/3", plan, state, timeout=60)
+    answer["next"] = error_of(save_checkpoint, f"{path}/3", plan, state, timeout=60)
     # The first process may still be removing what it made for a save that failed on the other.
     multihost_utils.sync_global_devices("listed")
-    found["left"] = sorted(os.listdir(path)) if Path(path).is_dir() else []
+    answer["left"] = sorted(os.listdir(path)) if Path(path).is_dir() else []
     with CheckpointManager(path) as manager:
         manager.save(4, plan, state, {"step": 4}, timeout=60)
-        found["steps"] = manager.all_steps()
-    return found
+        answer["steps"] = manager.all_steps()
+    return answer
 
 
 def managed_run(path: str, first: int, last: int, asynchronous: bool = True) -> dict[str, Any]:

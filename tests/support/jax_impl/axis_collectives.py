@@ -17,7 +17,7 @@ from jax_impl.diagnostics.scheduled import Array, read_collectives
 class OverAxes(NamedTuple):
     """``arrays``: full ones; ``times``: how often it runs."""
 
-    kind: str
+    operation: str
     axes: tuple[str, ...]
     arrays: tuple[Array, ...]
     times: int
@@ -26,24 +26,24 @@ class OverAxes(NamedTuple):
 def collectives_over_axes(text: str, mesh: Mesh) -> list[OverAxes]:
     """Of a program that was compiled for ``mesh``, whose devices are numbered in its order."""
     operations = {
-        one.name: one
+        operation.name: operation
         for computation in read_module(text).computations.values()
-        for one in computation.operations
+        for operation in computation.operations
     }
     return [
         OverAxes(
-            one.kind,
-            _axes(groups_of(operations[one.name], mesh.devices.size)[0], mesh),
-            one.arrays,
-            one.times,
+            collective.kind,
+            _axes(groups_of(operations[collective.name], mesh.devices.size)[0], mesh),
+            collective.arrays,
+            collective.times,
         )
-        for one in read_collectives(text)
+        for collective in read_collectives(text)
     ]
 
 
 def _axes(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
     shape = mesh.devices.shape
-    places = np.array(np.unravel_index(group, shape)).T
-    over = [axis for axis in range(len(shape)) if len(set(places[:, axis])) > 1]
+    coordinates = np.array(np.unravel_index(group, shape)).T
+    over = [axis for axis in range(len(shape)) if len(set(coordinates[:, axis])) > 1]
     assert len(group) == math.prod(shape[axis] for axis in over), f"no group of whole axes: {group}"
     return tuple(mesh.axis_names[axis] for axis in over)

@@ -84,10 +84,10 @@ class Mixed(nnx.Module):
         return self.head(self.dropout(self.norm(x)))
 
 
-def model(kind: str = "decoder") -> nnx.Module:
-    if kind == "decoder":
+def model(name: str = "decoder") -> nnx.Module:
+    if name == "decoder":
         return decoder(CONFIG_OF_RUNS)
-    return Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=True) if kind == "stacked" else Mixed()
+    return Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=True) if name == "stacked" else Mixed()
 
 
 def loss_of(model: Any, rows: jax.Array) -> jax.Array:
@@ -141,11 +141,15 @@ def train(
 
 def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
     """Every tensor of a train state with AdamW, by its name in a checkpoint, cut from the gathered arrays."""
-    kinds = {"params": state.weights, "opt_state/mu": state.opt_state.mu, "opt_state/nu": state.opt_state.nu}
+    by_prefix = {
+        "params": state.weights,
+        "opt_state/mu": state.opt_state.mu,
+        "opt_state/nu": state.opt_state.nu,
+    }
     arrays = {}
-    for kind, by_key in kinds.items():
+    for prefix, by_key in by_prefix.items():
         for path, value in logical_arrays(plan, by_key).items():
-            arrays[f"{kind}/{path}"] = value
+            arrays[f"{prefix}/{path}"] = value
     for path, value in state.variables.items():
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         arrays[f"variables/{path}"] = np.array(jax.random.key_data(value) if is_key else value)
@@ -154,18 +158,18 @@ def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
 
 def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """``{path: value}`` of weights, or of moments, which frozen parameters do not have."""
-    found = {}
+    arrays = {}
     for unit in plan.units.values():
         for group in unit.groups:
             if not by_key.keys() >= group.stored.keys():
                 continue
             if isinstance(group, LogicalGroup):
-                found |= {path: np.array(by_key[path]) for path in group.paths}
+                arrays |= {path: np.array(by_key[path]) for path in group.paths}
                 continue
             assert isinstance(group, FlatGroup)
             flat = np.array(by_key[group.key])
             if isinstance(group, CutGroup) and group.axes:
-                found |= _joined(group, flat)
+                arrays |= _joined(group, flat)
                 continue
             layers = [flat] if group.layers is None else list(flat)
             for path, slot in zip(group.paths, group.layout.slots, strict=True):
@@ -173,21 +177,21 @@ def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, n
                     whole_buffer(group.layout, layer, slot.buffer)[slot.offset : slot.end].reshape(slot.shape)
                     for layer in layers
                 ]
-                found[path] = values[0] if group.layers is None else np.stack(values)
-    return found
+                arrays[path] = values[0] if group.layers is None else np.stack(values)
+    return arrays
 
 
 def _joined(group: CutGroup, flat: np.ndarray) -> dict[str, np.ndarray]:
     """Of parameters that one model axis cuts, which are in no stack."""
     layout = group.layout
     rows = flat.reshape(layout.num_shards, -1, layout.shard_size).swapaxes(0, 1)
-    found = {}
+    arrays = {}
     for path, slot in zip(group.paths, layout.slots, strict=True):
         buffers = [whole_buffer(layout, row.reshape(-1), slot.buffer) for row in rows]
         parts = [buffer[slot.offset : slot.end].reshape(slot.shape) for buffer in buffers]
         (cut,) = group.cuts_of(path)
-        found[path] = np.concatenate(parts, axis=cut.dimension)
-    return found
+        arrays[path] = np.concatenate(parts, axis=cut.dimension)
+    return arrays
 
 
 def whole_buffer(layout: Layout, flat: np.ndarray, buffer: int) -> np.ndarray:
@@ -210,10 +214,10 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_bits(tensors: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        a, b = np.asarray(found[name]), np.asarray(value)
+        a, b = np.asarray(tensors[name]), np.asarray(value)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert a.tobytes() == b.tobytes(), name
 

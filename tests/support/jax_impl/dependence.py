@@ -35,19 +35,19 @@ class Step:
     """
 
     number: int
-    kind: str
+    primitive: str
     scope: str
     before: frozenset[int]
     inputs: frozenset[int] = frozenset()
 
 
-def steps(jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)) -> list[Step]:
-    """The live equations of ``kinds`` in ``jaxpr``, in the order of the program."""
-    return steps_and_outputs(jaxpr, kinds)[0]
+def steps(jaxpr: Any, primitives: tuple[str, ...] = ("dot_general", *COLLECTIVES)) -> list[Step]:
+    """The live equations of ``primitives`` in ``jaxpr``, in the order of the program."""
+    return steps_and_outputs(jaxpr, primitives)[0]
 
 
 def steps_and_outputs(
-    jaxpr: Any, kinds: tuple[str, ...] = ("dot_general", *COLLECTIVES)
+    jaxpr: Any, primitives: tuple[str, ...] = ("dot_general", *COLLECTIVES)
 ) -> tuple[list[Step], list[frozenset[int]]]:
     """``steps``, and for each output of the program the numbers of those that must be done before it."""
     names: dict[Any, Any] = {}
@@ -57,28 +57,34 @@ def steps_and_outputs(
     needed = []
     for equation, inputs, results, scope in reversed(flat):
         if equation.primitive.name == "optimization_barrier":
-            used = [one in live for one in results]
-            inputs = [one for one, use in zip(inputs, used, strict=True) if use]
+            used = [name in live for name in results]
+            inputs = [name for name, use in zip(inputs, used, strict=True) if use]
             if not any(used):
                 continue
-        elif not any(one in live for one in results):
+        elif not any(name in live for name in results):
             continue
         live.update(inputs)
         needed.append((equation, inputs, results, scope))
     # Of inputs, negative numbers.
     before = {names[v]: frozenset([-1 - i]) for i, v in enumerate(jaxpr.invars) if v in names}
-    found: list[Step] = []
+    chosen_steps: list[Step] = []
     for equation, inputs, results, scope in reversed(needed):
-        known = frozenset().union(*(before.get(one, frozenset()) for one in inputs))
-        kind = equation.primitive.name
-        if kind in kinds:
-            earlier = frozenset(one for one in known if one >= 0)
-            step = Step(len(found), kind, scope, earlier, frozenset(-1 - one for one in known if one < 0))
-            found.append(step)
+        known = frozenset().union(*(before.get(name, frozenset()) for name in inputs))
+        primitive = equation.primitive.name
+        if primitive in primitives:
+            earlier = frozenset(number for number in known if number >= 0)
+            step = Step(
+                len(chosen_steps),
+                primitive,
+                scope,
+                earlier,
+                frozenset(-1 - number for number in known if number < 0),
+            )
+            chosen_steps.append(step)
             known = known | {step.number}
-        before.update((one, known) for one in results)
-    return found, [
-        frozenset(n for n in before.get(one, frozenset()) if n >= 0 and one is not None) for one in outputs
+        before.update((name, known) for name in results)
+    return chosen_steps, [
+        frozenset(n for n in before.get(name, frozenset()) if n >= 0 and name is not None) for name in outputs
     ]
 
 
@@ -93,16 +99,16 @@ def loops(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
                 yield from loops(jaxpr_of(value), passes)
 
 
-def runs(jaxpr: Any, kind: str, times: int = 1, around: str = "") -> Iterator[tuple[Any, str, int]]:
-    """Equations of a kind, with their scope, and how often each runs; ``around``: the scope of ``jaxpr``."""
+def runs(jaxpr: Any, primitive: str, times: int = 1, around: str = "") -> Iterator[tuple[Any, str, int]]:
+    """Equations of a primitive, with their scope, and how often each runs; ``around``: the scope of ``jaxpr``."""
     for equation in jaxpr.eqns:
         scope = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
-        if equation.primitive.name == kind:
+        if equation.primitive.name == primitive:
             yield equation, scope, times
         passes = times * equation.params["length"] if equation.primitive.name == "scan" else times
         for value in equation.params.values():
             if jaxpr_of(value) is not None:
-                yield from runs(jaxpr_of(value), kind, passes, scope)
+                yield from runs(jaxpr_of(value), primitive, passes, scope)
 
 
 def flattened(jaxpr: Any) -> list[Equation]:
@@ -126,7 +132,7 @@ def _flatten(
         return names[variable]
 
     for equation in jaxpr.eqns:
-        inputs = [name(one) for one in equation.invars]
+        inputs = [name(variable) for variable in equation.invars]
         inner = inner_program(equation)
         scope = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
         if inner is not None:
@@ -135,6 +141,8 @@ def _flatten(
             continue
         if any(jaxpr_of(value) is not None for value in equation.params.values()):
             inside = str(equation.params)
-            assert not any(kind in inside for kind in COLLECTIVES), f"{equation.primitive} holds collectives"
-        flat.append((equation, inputs, [name(one) for one in equation.outvars], scope))
-    return [name(one) for one in jaxpr.outvars]
+            assert not any(primitive in inside for primitive in COLLECTIVES), (
+                f"{equation.primitive} holds collectives"
+            )
+        flat.append((equation, inputs, [name(variable) for variable in equation.outvars], scope))
+    return [name(variable) for variable in jaxpr.outvars]

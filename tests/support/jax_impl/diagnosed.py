@@ -23,8 +23,8 @@ def parameters(stacked: bool = False) -> dict[str, Any]:
     layers = [
         {"mlp": {"w": values(WIDTH, WIDTH), "b": values(WIDTH)}, "scale": values()} for _ in range(LAYERS)
     ]
-    found = jax.tree.map(lambda *x: np.stack(x), *layers) if stacked else layers
-    return jax.tree.map(jnp.asarray, {"embed": values(WIDTH, WIDTH), "layers": found})
+    layers = jax.tree.map(lambda *x: np.stack(x), *layers) if stacked else layers
+    return jax.tree.map(jnp.asarray, {"embed": values(WIDTH, WIDTH), "layers": layers})
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:

@@ -57,17 +57,17 @@ def _loss(weights: Any, rows: jax.Array) -> jax.Array:
 
 def _port(job: dict[str, Any], rank: int) -> int:
     """A free port, which the first process chooses."""
-    place = Path(job["log"], "port")
+    path = Path(job["log"], "port")
     if rank == 0:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        place.with_suffix(".new").write_text(str(port))
-        place.with_suffix(".new").rename(place)
+        path.with_suffix(".new").write_text(str(port))
+        path.with_suffix(".new").rename(path)
         return int(port)
-    while not place.exists():
+    while not path.exists():
         pass
-    return int(place.read_text())
+    return int(path.read_text())
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ UNANNOTATED = {
 
 def transformations() -> dict[str, Any]:
     """What makes each public transformation of optax, by name."""
-    found: dict[str, Any] = {}
+    factories: dict[str, Any] = {}
     for module in (optax, optax.contrib):
         for name in dir(module):
             make = getattr(module, name)
@@ -76,12 +76,12 @@ def transformations() -> dict[str, Any]:
                 ]
                 arguments = ARGUMENTS.get(name, (RATE,) * len(required))
                 built = FACTORIES.get(name, functools.partial(make, *arguments))
-                found[name] = (
+                factories[name] = (
                     functools.partial(with_a_rate, built)
                     if name.startswith("scale_by_") or name == "centralize"
                     else built
                 )
-    return found
+    return factories
 
 
 def with_a_rate(make: Any) -> optax.GradientTransformation:

@@ -78,7 +78,7 @@ class Group:
 
         Raises ``TimeoutError`` when a process takes longer, and ends the group.
         """
-        deadline, found = time.monotonic() + timeout, []
+        deadline, answers = time.monotonic() + timeout, []
         for index, (_, pipe) in enumerate(self._members):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -86,10 +86,10 @@ class Group:
                     raise TimeoutError(
                         f"expected an answer of process {index} within {timeout:g} s, got none"
                     )
-                found.append(json.loads(pipe.recv_bytes()))
+                answers.append(json.loads(pipe.recv_bytes()))
             except EOFError:
-                found.append(None)
-        return found
+                answers.append(None)
+        return answers
 
     def run(self, job: Callable[..., Any], *, timeout: float = 240, **arguments: Any) -> list[Any]:
         self.start(job, **arguments)
@@ -140,11 +140,11 @@ def train_and_save(
             save_checkpoint(f"{path}-mapped", plan, state, train, mapping=mapping, timeout=60)
     _dump(plan, state, f"{path}-saved.npz")
     loaded = load_checkpoint(path, plan, optimizer, timeout=60)
-    for found, expected in zip(jax.tree.leaves(loaded.state), jax.tree.leaves(state), strict=True):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.sharding == expected.sharding
-        for one, other in zip(found.addressable_shards, expected.addressable_shards, strict=True):
-            assert bits(one.data) == bits(other.data)
+    for array, expected in zip(jax.tree.leaves(loaded.state), jax.tree.leaves(state), strict=True):
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        assert array.sharding == expected.sharding
+        for shard, other in zip(array.addressable_shards, expected.addressable_shards, strict=True):
+            assert bits(shard.data) == bits(other.data)
     state, rest = runs.train(loaded.state, *key, first=first + before, count=after, **step)
     _dump(plan, state, f"{path}-final.npz")
     return {"losses": losses + rest, "train": loaded.train}
@@ -181,14 +181,20 @@ def _small(strategy: str = runs.DEFAULT) -> tuple[ShardingPlan, TrainState]:
 
 
 def _dump(plan: ShardingPlan, state: TrainState, path: str) -> None:
-    kinds = {"params": state.weights, "opt_state/mu": state.opt_state.mu, "opt_state/nu": state.opt_state.nu}
-    found = {f"{kind}/{p}": v for kind, by_key in kinds.items() for p, v in unshard(plan, by_key).items()}
+    by_prefix = {
+        "params": state.weights,
+        "opt_state/mu": state.opt_state.mu,
+        "opt_state/nu": state.opt_state.nu,
+    }
+    tensors = {
+        f"{prefix}/{p}": v for prefix, by_key in by_prefix.items() for p, v in unshard(plan, by_key).items()
+    }
     for name, value in state.variables.items():
         local = value.addressable_shards[0].data
-        found[f"variables/{name}"] = np.frombuffer(bits(local), np.uint8)
-    found["opt_state/count"] = state.opt_state.count
+        tensors[f"variables/{name}"] = np.frombuffer(bits(local), np.uint8)
+    tensors["opt_state/count"] = state.opt_state.count
     if jax.process_index() == 0:
-        np.savez(path, **{name: np.asarray(value) for name, value in found.items()})
+        np.savez(path, **{name: np.asarray(value) for name, value in tensors.items()})
 
 
 def fail_to_save(path: str, process: int, target: str, text: str) -> dict[str, Any]:
@@ -271,8 +277,8 @@ def load_on_initial(path: str, case: list[Any]) -> dict[str, Any]:
             if not np.array_equal(piece.values, expected):
                 wrong.append(piece.path)
     for variable, value in initial.variables.items():
-        found = loaded.state.variables[variable]
-        data = [jax.random.key_data(x) if is_key(x) else x for x in (value, found)]
+        loaded_value = loaded.state.variables[variable]
+        data = [jax.random.key_data(x) if is_key(x) else x for x in (value, loaded_value)]
         if not np.array_equal(*(np.asarray(x.addressable_data(0)) for x in data)):
             wrong.append(variable)
     return {"wrong": wrong, "fresh": sorted(loaded.fresh)}

@@ -156,7 +156,7 @@ def chosen(model: Any, x: jax.Array) -> jax.Array:
 def by_a_carried_number(model: Any, x: jax.Array) -> jax.Array:
     def body(carried: Any, _: None) -> tuple[Any, None]:
         x, number = carried
-        layer = jax.tree.map(lambda one: one[number], model["layers"])
+        layer = jax.tree.map(lambda leaf: leaf[number], model["layers"])
         return (call_unit(apply, layer, x), (number + 2) % 3), None
 
     return lax.scan(body, (x, 0), None, length=3)[0][0]

@@ -132,13 +132,13 @@ def sharded(name: str, engine: str, strategy: str, sizes: Mapping[str, int] | No
     )
 
 
-def differences(found: Result, expected: Result) -> tuple[float, float]:
+def differences(run: Result, expected: Result) -> tuple[float, float]:
     """The largest relative difference of losses, and of weights and other variables.
 
     That of an array is the norm of the difference against the norm of the array.
     """
-    losses = np.abs(np.subtract(found.losses, expected.losses)) / np.abs(expected.losses)
-    got, arrays = (result.weights | result.variables for result in (found, expected))
+    losses = np.abs(np.subtract(run.losses, expected.losses)) / np.abs(expected.losses)
+    got, arrays = (result.weights | result.variables for result in (run, expected))
     assert sorted(got) == sorted(arrays)
     parts = [
         np.linalg.norm(got[path] - array) / max(np.linalg.norm(array), RATE)
