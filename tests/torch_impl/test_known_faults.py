@@ -43,27 +43,27 @@ PACKAGE = TESTS.parent / "torch_impl"
 
 def names_of_tests() -> set[str]:
     """Names of all test functions but those that are skipped or expected to fail."""
-    found = set()
+    names = set()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 marks = {
                     part.attr
-                    for one in node.decorator_list
-                    for part in ast.walk(one)
+                    for decorator in node.decorator_list
+                    for part in ast.walk(decorator)
                     if isinstance(part, ast.Attribute)
                 }
                 if marks.isdisjoint({"skip", "skipif", "xfail"}):
-                    found.add(node.name)
-    return found
+                    names.add(node.name)
+    return names
 
 
 def test_each_of_the_25_faults_and_every_hazard_has_a_test() -> None:
     assert list(FAULTS) == list(range(1, 26))
-    found = names_of_tests()
+    names = names_of_tests()
     for fault, tests in (*FAULTS.values(), *HAZARDS.items()):
         assert tests
-        assert not set(tests) - found, f"{fault}: no such test"
+        assert not set(tests) - names, f"{fault}: no such test"
 
 
 @pytest.mark.slow
@@ -95,13 +95,13 @@ def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(tmp_path: 
 
 
 @pytest.mark.fast_cases("MainWeightAdamW")
-@pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
+@pytest.mark.parametrize("optimizer_name", ["AdamW", "MainWeightAdamW"])
 @on_ranks(3)
-def test_optimizer_state_made_by_torch_moves_no_weight(kind: str) -> None:
+def test_optimizer_state_made_by_torch_moves_no_weight(optimizer_name: str) -> None:
     model, other = sharded_toy(), sharded_toy()
-    build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
+    build = getattr(torch_impl, optimizer_name, None) or getattr(torch.optim, optimizer_name)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
-    optimizer, fresh = (build(one.parameters(), lr=0.1, weight_decay=0.5) for one in (model, other))
+    optimizer, fresh = (build(module.parameters(), lr=0.1, weight_decay=0.5) for module in (model, other))
     get_optimizer_state_dict(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(whole(param), before[name]), name
@@ -118,11 +118,11 @@ def test_optimizer_state_made_by_torch_moves_no_weight(kind: str) -> None:
         assert torch.equal(whole(state["exp_avg"]), whole(loaded["exp_avg"]))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "MainWeightAdamW"])
+@pytest.mark.parametrize("optimizer_name", ["AdamW", "SGD", "MainWeightAdamW"])
 @on_ranks(2)
-def test_an_optimizer_built_before_sharding_is_an_error(kind: str) -> None:
+def test_an_optimizer_built_before_sharding_is_an_error(optimizer_name: str) -> None:
     model = Toy()
-    build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
+    build = getattr(torch_impl, optimizer_name, None) or getattr(torch.optim, optimizer_name)
     optimizer = build(model.parameters(), lr=0.1)
     torch_impl.fully_shard(model)
     local_loss(model).backward()
@@ -184,7 +184,7 @@ def test_kept_compute_weights_are_refreshed_in_the_same_memory(strategy: str) ->
         optimizer.step()
         optimizer.zero_grad()
         assert model.memory_report().gradients == 0
-    assert len({place for place, _ in seen}) == 1
+    assert len({address for address, _ in seen}) == 1
     assert len({value for _, value in seen}) == 3
 
 
@@ -208,7 +208,7 @@ def save_fused(path: str, size: int) -> int:
 
 
 def test_halves_of_a_fused_tensor_are_right_wherever_a_shard_ends(ranks: RankGroup, tmp_path: Path) -> None:
-    places = set()
+    ends = set()
     for world in (2, 3, 4):
         for size in (3, 4, 6):
             path = str(tmp_path / f"{world}-{size}")
@@ -216,7 +216,7 @@ def test_halves_of_a_fused_tensor_are_right_wherever_a_shard_ends(ranks: RankGro
             for rows in ranks.run(world, save_fused, path, size):
                 end += rows
                 if 0 < end < 2 * size:
-                    places.add("border" if end == size else "first" if end < size else "second")
+                    ends.add("border" if end == size else "first" if end < size else "second")
             with torch.random.fork_rng():
                 torch.manual_seed(size)
                 expected = Fused(size)
@@ -226,7 +226,7 @@ def test_halves_of_a_fused_tensor_are_right_wherever_a_shard_ends(ranks: RankGro
                 halves = loaded[name].chunk(2, axis)
                 for half, wanted in zip(halves, getattr(expected, name).chunk(2, axis), strict=True):
                     assert torch.equal(half, wanted), (world, size, name)
-    assert places == {"first", "border", "second"}
+    assert ends == {"first", "border", "second"}
 
 
 # Which modules may use names that torch does not promise to keep, so that a new version is followed in few places.
@@ -255,7 +255,7 @@ PRIVATE = {
 def private_names(path: Path) -> set[str]:
     """Private modules of torch that are imported, and private attributes of modules and functions of torch."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found, from_torch = set(), set()
+    private, from_torch = set(), set()
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
@@ -263,7 +263,7 @@ def private_names(path: Path) -> set[str]:
         if not any(name.split(".")[0] == "torch" for name in names):
             continue
         assert isinstance(node, ast.Import | ast.ImportFrom)
-        found |= {name for name in names if any(part.startswith("_") for part in name.split("."))}
+        private |= {name for name in names if any(part.startswith("_") for part in name.split("."))}
         from_torch |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
     for node in ast.walk(tree):
         root = node
@@ -276,13 +276,13 @@ def private_names(path: Path) -> set[str]:
             and node.attr.startswith("_")
             and not node.attr.startswith(("_foreach_", "__"))  # those of the first kind are documented
         ):
-            found.add(ast.unparse(node))
-    return found
+            private.add(ast.unparse(node))
+    return private
 
 
 def test_private_names_of_torch_are_used_where_they_are_declared() -> None:
-    found = {path.relative_to(PACKAGE).as_posix(): private_names(path) for path in PACKAGE.rglob("*.py")}
-    users = {name: names for name, names in found.items() if names}
+    private = {path.relative_to(PACKAGE).as_posix(): private_names(path) for path in PACKAGE.rglob("*.py")}
+    users = {name: names for name, names in private.items() if names}
     assert set(users) <= PRIVATE, {name: users[name] for name in set(users) - PRIVATE}
 
 

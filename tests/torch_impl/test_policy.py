@@ -113,13 +113,15 @@ def shipped(name: str) -> None:
         torch.testing.assert_close(mean_over_ranks(losses), want.detach(), rtol=2e-2 if low else 1e-4, atol=0)
         if step:
             known = COUNTS if world == 4 else COUNTS_OF_ONE_REPLICA
-            calls = {unit: tuple(count.calls_of[unit, kind] for kind in KINDS) for unit in units}
+            calls = {
+                unit: tuple(count.calls_of[unit, collective] for collective in COLLECTIVES) for unit in units
+            }
             assert calls == {unit: known[strategy] for unit, (strategy, _) in units.items()}
     if not low:
         assert_same_weights(model, reference, rtol=1e-3, atol=1e-5)
 
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _check_report(model: nn.Module, policy: ShardingPolicy, units: dict[str, tuple[str, str]]) -> None:
@@ -135,7 +137,7 @@ def _check_report(model: nn.Module, policy: ShardingPolicy, units: dict[str, tup
         assert group.strategy == strategy
         assert group.mesh == ((world // 2, 2) if "dp_outer" in policy.mesh else (world,))
         prefix = f"{unit.name}.".lstrip(".")
-        shapes = {one: tuple(plain[prefix + one].shape) for one in group.parameters}
+        shapes = {name: tuple(plain[prefix + name].shape) for name in group.parameters}
         layout = torch_impl.plan_layout(shapes, group.num_shards, granularity=granularity)
         assert group.fingerprint == layout.fingerprint
         compute = "bfloat16" if policy.source == "fsdp_bf16.toml" else "float32"
@@ -186,7 +188,7 @@ def net() -> nn.Sequential:
     return seeded(lambda: named(layers=nn.Sequential(Pair(), Pair()), head=nn.Linear(6, 1)), 1)
 
 
-INNER = [f"layers.{i}.{one}" for i in (0, 1) for one in ("first", "second")]
+INNER = [f"layers.{i}.{child}" for i in (0, 1) for child in ("first", "second")]
 
 
 def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
@@ -215,7 +217,9 @@ def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     result["forwards"] = noisy.forwards
-    result["calls"] = {unit: [count.calls_of[unit, kind] for kind in KINDS] for unit, _ in count.calls_of}
+    result["calls"] = {
+        unit: [count.calls_of[unit, collective] for collective in COLLECTIVES] for unit, _ in count.calls_of
+    }
     noisy.forwards = 0
     with torch.no_grad():
         model.eval()(x)
@@ -297,7 +301,7 @@ def kept(recompute: bool | str) -> tuple[list[float], Counter[str], int]:
 
 
 def keeping() -> None:
-    plain, again, dots, weighted = (kept(one) for one in (False, True, *SELECTIVE))
+    plain, again, dots, weighted = (kept(recompute) for recompute in (False, True, *SELECTIVE))
     for losses, _, gathers in (again, dots, weighted):
         assert losses == plain[0]
         assert gathers == plain[2]
@@ -434,9 +438,9 @@ def test_without_a_process_group_nothing_is_sharded() -> None:
 @on_ranks(4)
 def test_a_mesh_may_be_given_instead_of_made() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
-    for one in (mesh, init_device_mesh("cpu", (2, 2))):
-        model = ShardingPolicy.load("hsdp").apply(decoder(), mesh=one)
-        assert model.norm.weight.device_mesh is one
+    for two_by_two in (mesh, init_device_mesh("cpu", (2, 2))):
+        model = ShardingPolicy.load("hsdp").apply(decoder(), mesh=two_by_two)
+        assert model.norm.weight.device_mesh is two_by_two
     # Part of a larger mesh: its ranks are those that the policy speaks of.
     model = policy_of("layers.*", mesh={"dp": 2}).apply(decoder(), mesh=mesh["dp"])
     assert torch_impl.layout_report(model).units[0].groups[0].mesh == (2,)
@@ -454,8 +458,8 @@ def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in() -> No
     chosen = PrecisionPolicy("float64", "bfloat16", "float16", "float32")
     wide = policy_of("layers.*", precision=chosen).apply(decoder().double())
     (group,) = torch_impl.layout_report(wide).units[0].groups
-    found = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
-    assert found == ("float64", "bfloat16", "float16", "float32")
+    dtypes = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
+    assert dtypes == ("float64", "bfloat16", "float16", "float32")
 
 
 def test_remainders_of_parameters_that_a_model_axis_cuts_are_refused_before_anything_is_changed() -> None:

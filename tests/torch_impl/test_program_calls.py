@@ -38,8 +38,8 @@ def defined(test: str) -> bool:
 
 @pytest.mark.parametrize("call", PROGRAM_CALLS, ids=lambda call: call.name)
 def test_each_call_of_a_program_is_shown_by_a_test_and_each_difference_is_told(call: Call) -> None:
-    assert call.places
-    assert call.places.keys() <= set(PROGRAMS)
+    assert call.used_at
+    assert call.used_at.keys() <= set(PROGRAMS)
     assert defined(call.shown_by), call.shown_by
     told = "".join(
         (ROOT / name).read_text() for name in ("torch_impl/README.md", "torch_impl/fsdp2.py", "docs/fsdp2.md")

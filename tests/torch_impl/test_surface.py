@@ -141,16 +141,16 @@ def every_method() -> None:
     model = torch_impl.fully_shard(Block())
     event = Event()
     for name, arguments in CALLS.items():
-        given = (event,) if name == "set_post_optim_event" else arguments
+        args = (event,) if name == "set_post_optim_event" else arguments
         if name in REFUSED:
             with pytest.raises(NotImplementedError, match=rf"^{name}.* is not available: \w+"):
-                getattr(model, name)(*given)
+                getattr(model, name)(*args)
         elif name == "set_reduce_scatter_divide_factor":
             with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
-                getattr(model, name)(*given)
+                getattr(model, name)(*args)
             assert model._unit.groups[0].divisor == 2.0
         else:
-            assert getattr(model, name)(*given) is None, name
+            assert getattr(model, name)(*args) is None, name
     assert event.waited == 1
     model.set_allocate_memory_from_process_group_for_comm(False)
     model.set_reduce_scatter_unused_params(False)

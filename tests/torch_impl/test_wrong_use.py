@@ -290,7 +290,9 @@ def loaded(model: Any, whole: bool = True, **options: Any) -> object:
 def assigned(**options: Any) -> object:
     model = sharded()
     param = model[0].weight
-    values = {name: distribute_tensor(one, param.device_mesh, [Shard(0)]) for name, one in options.items()}
+    values = {
+        name: distribute_tensor(tensor, param.device_mesh, [Shard(0)]) for name, tensor in options.items()
+    }
     return model.load_state_dict({**model.state_dict(), **values}, assign=True)
 
 
@@ -516,21 +518,21 @@ TABLES = {
 
 def answers(table: str) -> dict[str, tuple[str, str]]:
     """What each case raised: the error's class and text."""
-    found = {}
+    raised = {}
     for name, (attempt, _, _) in TABLES[table].items():
         try:
-            found[name] = ("", f"answered {attempt()!r}")
+            raised[name] = ("", f"answered {attempt()!r}")
         except Exception as error:
-            found[name] = (type(error).__name__, str(error))
-    return found
+            raised[name] = (type(error).__name__, str(error))
+    return raised
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_errors_name_what_is_wrong_and_the_way_out(ranks: RankGroup, table: str) -> None:
-    for found in ranks.run(2, answers, table):
+    for raised in ranks.run(2, answers, table):
         for name, (_, error, message) in TABLES[table].items():
-            kind, text = found[name]
-            assert kind == error.__name__, f"{name}: {kind}: {text}"
+            class_name, text = raised[name]
+            assert class_name == error.__name__, f"{name}: {class_name}: {text}"
             assert re.search(message, text, re.DOTALL), f"{name}: {text}"
             assert not NOT_OURS.search(text), f"{name}: {text}"
 
@@ -548,8 +550,8 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: RankGroup) -> None:
 @on_ranks(2)
 def test_a_whole_load_takes_sharded_values() -> None:
     """Of a model that is sharded alike, ``full_state_dict=True`` takes sharded values too, as with FSDP2."""
-    given, model = sharded(), sharded()
-    set_model_state_dict(model, given.state_dict(), options=StateDictOptions(full_state_dict=True))
-    for ours, theirs in zip(model.parameters(), given.parameters(), strict=True):
+    source, model = sharded(), sharded()
+    set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=True))
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
         assert ours.to_local().data_ptr() != theirs.to_local().data_ptr() or not ours.to_local().numel()

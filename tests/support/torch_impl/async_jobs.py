@@ -36,9 +36,9 @@ def held_back() -> Iterator[Callable[[], None]]:
         yield gate.set
 
 
-def save_both_ways(kind: str, strategy: str, path: str) -> list[float]:
+def save_both_ways(run_name: str, strategy: str, path: str) -> list[float]:
     """Save at once, then asynchronously the same state, of which nothing is written before two more steps."""
-    model, optimizer = RUNS[kind](strategy, seed=1)
+    model, optimizer = RUNS[run_name](strategy, seed=1)
     step(model, optimizer, 0)
     train = {"step": 1, "sha": np.arange(4, dtype=np.uint8)}
     save_checkpoint(f"{path}/now/1", model, optimizer, train)
@@ -56,17 +56,17 @@ def save_both_ways(kind: str, strategy: str, path: str) -> list[float]:
     return losses
 
 
-def resume(kind: str, strategy: str, path: str, last: int) -> tuple[float, float, State]:
+def resume(run_name: str, strategy: str, path: str, last: int) -> tuple[float, float, State]:
     """Load the latest step of a directory; a forward; a step; the state."""
-    model, optimizer = RUNS[kind](strategy, seed=5)
+    model, optimizer = RUNS[run_name](strategy, seed=5)
     assert load_checkpoint(path, model, optimizer)["step"] == last
     loss = global_loss(model, 7)
     return loss, step(model, optimizer, last), full_state(model, optimizer)
 
 
-def copied(kind: str, strategy: str, path: str) -> tuple[int, int, int]:
+def copied(run_name: str, strategy: str, path: str) -> tuple[int, int, int]:
     """Bytes that were copied, bytes of the storages that hold them, and bytes of the whole state."""
-    model, optimizer = RUNS[kind](strategy, seed=1)
+    model, optimizer = RUNS[run_name](strategy, seed=1)
     step(model, optimizer, 0)
     planned = PlannedSave(path, lambda: state_tree(model, optimizer, None), SaveExtras(), copy=True)
     copies = [t for t in planned._planner._copies.values() if isinstance(t, torch.Tensor)]
@@ -99,24 +99,24 @@ def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 def failing(where: str, rank: int, path: str) -> dict[str, Any]:
     """Errors of ``wait`` and of the save after one that nobody waited for; what is on disk; the steps go on."""
     model, optimizer = RUNS["decoder"]("optim_grads_params", seed=1)
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     with full_disk(where, rank):
         pending = save_checkpoint_async(f"{path}/1", model, optimizer)
-        found["losses"] = [step(model, optimizer, 0), step(model, optimizer, 1)]
-        found["wait"] = _error_of(pending.wait)
+        outcome["losses"] = [step(model, optimizer, 0), step(model, optimizer, 1)]
+        outcome["wait"] = _error_of(pending.wait)
     with full_disk(where, rank):
         untold = save_checkpoint_async(f"{path}/2", model, optimizer)
         # Some ranks are told, others not: the next save fails on all of them all the same.
         if dist.get_rank() == 0:
             _error_of(untold.wait)
         untold._thread.join()  # type: ignore[union-attr]  # a save in the background has one
-    found["next"] = _error_of(save_checkpoint_async, f"{path}/3", model, optimizer)
+    outcome["next"] = _error_of(save_checkpoint_async, f"{path}/3", model, optimizer)
     dist.barrier()
-    found["left"] = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    outcome["left"] = sorted(os.listdir(path)) if os.path.isdir(path) else []
     dist.barrier()
     save_checkpoint_async(f"{path}/4", model, optimizer).wait()
-    found["after"] = sorted(os.listdir(path))
-    return found
+    outcome["after"] = sorted(os.listdir(path))
+    return outcome
 
 
 def second_save_waits(path: str) -> list[bool]:

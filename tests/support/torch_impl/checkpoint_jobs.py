@@ -154,9 +154,9 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     }
 
 
-def interrupted(kind: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def interrupted(run_name: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train two steps, save, and train two more as if nothing had happened."""
-    model, optimizer = RUNS[kind](strategy, seed=1, **options)
+    model, optimizer = RUNS[run_name](strategy, seed=1, **options)
     for index in (0, 1):
         step(model, optimizer, index)
     before = full_state(model, optimizer)
@@ -167,9 +167,9 @@ def interrupted(kind: str, strategy: str, path: str, options: Mapping[str, Any])
     return {"saved": saved, "losses": losses, "final": full_state(model, optimizer)}
 
 
-def resumed(kind: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def resumed(run_name: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Load into another, already trained run; forward; train two steps."""
-    model, optimizer = RUNS[kind](strategy, seed=5, **options)
+    model, optimizer = RUNS[run_name](strategy, seed=5, **options)
     step(model, optimizer, 11)
     optimizer.param_groups[0].update(lr=9.0, weight_decay=9.0, betas=(0.1, 0.2), eps=9.0)
     train = load_checkpoint(path, model, optimizer)
@@ -185,9 +185,9 @@ def resumed(kind: str, strategy: str, path: str, options: Mapping[str, Any]) -> 
     }
 
 
-def stored_rows(kind: str, strategy: str, path: str) -> dict[str, list[tuple[int, ...]]]:
+def stored_rows(run_name: str, strategy: str, path: str) -> dict[str, list[tuple[int, ...]]]:
     """Save, and return the stored chunks of every tensor as ``offsets + sizes``, seen by the stock reader."""
-    save_checkpoint(path, *RUNS[kind](strategy, seed=1))
+    save_checkpoint(path, *RUNS[run_name](strategy, seed=1))
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     chunks = {name: getattr(entry, "chunks", []) for name, entry in metadata.items()}
     return {name: sorted((*c.offsets, *c.sizes) for c in boxes) for name, boxes in chunks.items()}
@@ -195,9 +195,11 @@ def stored_rows(kind: str, strategy: str, path: str) -> dict[str, list[tuple[int
 
 def plain_load(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> State:
     """Stock load into ordinary tensors on every rank."""
-    found = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
-    dcp.load(found, checkpoint_id=path)
-    return {name: value.numpy() for name, value in found.items()}
+    tensors = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
+    }
+    dcp.load(tensors, checkpoint_id=path)
+    return {name: value.numpy() for name, value in tensors.items()}
 
 
 def save_before_any_step(strategy: str, path: str) -> tuple[State, State, State, list[float], list[float]]:
@@ -326,8 +328,8 @@ def load_of_other_model(path: str) -> tuple[str, str, bool]:
     return (*error, same)
 
 
-def save_only(kind: str, strategy: str, path: str) -> None:
-    model, optimizer = RUNS[kind](strategy, seed=1)
+def save_only(run_name: str, strategy: str, path: str) -> None:
+    model, optimizer = RUNS[run_name](strategy, seed=1)
     step(model, optimizer, 0)
     save_checkpoint(path, model, optimizer)
 

@@ -91,8 +91,8 @@ def assert_trains_like_one_process(
         mean = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(mean)
         expected = torch.tensor([whole_loss, whole_norm], dtype=torch.float64)
-        found = torch.tensor([mean.item() / dist.get_world_size(), norm], dtype=torch.float64)
-        torch.testing.assert_close(found, expected, **EXACT)
+        loss_and_norm = torch.tensor([mean.item() / dist.get_world_size(), norm], dtype=torch.float64)
+        torch.testing.assert_close(loss_and_norm, expected, **EXACT)
     named = dict(reference.named_parameters())
     assert list(named) == [name for name, _ in model.named_parameters()]
     for name, param in model.named_parameters():

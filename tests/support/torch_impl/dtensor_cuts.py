@@ -80,7 +80,7 @@ def uneven_bounds(num_rows: int, shards: int) -> tuple[int, ...]:
     return (0, *inner, num_rows)
 
 
-def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
+def distribute(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
     """``full``, which all ranks hold, as ``cut`` says; the local tensor has memory of its own."""
     data = mesh.ndim - len(cut.tensor_parallel)
     part, coordinate = full, mesh.get_coordinate()
@@ -93,7 +93,7 @@ def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
             fused = (part,)
         else:
             continue
-        parts = [_chunk(one, mesh.size(axis), placement.dim, coordinate[axis]) for one in fused]
+        parts = [_chunk(section, mesh.size(axis), placement.dim, coordinate[axis]) for section in fused]
         part = torch.cat(parts, placement.dim).contiguous()
     options = {"axes": cut.axes, "tensor_parallel": cut.tensor_parallel}
     if cut.axes == 0:
@@ -112,8 +112,8 @@ def place(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
 
 def _chunk(tensor: torch.Tensor, chunks: int, dim: int, index: int) -> torch.Tensor:
     """As torch cuts: of a short dimension there are fewer chunks."""
-    found = tensor.chunk(chunks, dim)
-    return found[index] if index < len(found) else tensor.narrow(dim, 0, 0)
+    pieces = tensor.chunk(chunks, dim)
+    return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
 
 
 def placed(
@@ -125,7 +125,7 @@ def placed(
         for index, shape in enumerate(SHAPES):
             if cut.fits(shape) and not (few and (index + number) % 3):
                 full = values(shape, seed + index)
-                yield cut, full, place(full, cut, mesh)
+                yield cut, full, distribute(full, cut, mesh)
 
 
 FEW = pytest.mark.parametrize(

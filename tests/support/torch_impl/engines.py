@@ -50,21 +50,21 @@ class Engine:
             yield
 
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 ENGINES = (Engine(fsdp, False), Engine(torch_impl, True))
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """An empty folder that all ranks see, and that is gone afterwards."""
-    given = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(given)
+    paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(paths)
     try:
-        yield Path(given[0])
+        yield Path(paths[0])
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(given[0])
+            shutil.rmtree(paths[0])
 
 
 @contextmanager
@@ -74,15 +74,17 @@ def counting(engine: Engine, model: nn.Module) -> Iterator[dict[str, int]]:
     if engine.ours:
         with torch_impl.count_collectives(model) as counted:
             yield calls
-        calls.update({kind: counted.calls[kind] for kind in KINDS})
+        calls.update({collective: counted.calls[collective] for collective in COLLECTIVES})
         return
     with CommDebugMode() as mode:
         yield calls
-    for kind in KINDS:
+    for collective in COLLECTIVES:
         named = {
-            op: number for op, number in mode.get_comm_counts().items() if kind.replace("_", "") in plain(op)
+            op: number
+            for op, number in mode.get_comm_counts().items()
+            if collective.replace("_", "") in plain(op)
         }
-        calls[kind] = sum(named.values())
+        calls[collective] = sum(named.values())
 
 
 def plain(op: object) -> str:
@@ -128,9 +130,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> 
 def gradients_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
     """Each parameter has the reference's gradient, or None as it has, under the same names."""
     wanted = dict(reference.named_parameters())
-    found = dict(model.named_parameters())
-    assert list(found) == list(wanted)
-    for name, param in found.items():
+    params = dict(model.named_parameters())
+    assert list(params) == list(wanted)
+    for name, param in params.items():
         grad = wanted[name].grad
         if grad is None or param.grad is None:
             assert param.grad is None, f"{name} has a gradient"
@@ -170,21 +172,21 @@ def train_as_one(
     optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-2))
     reference = copy.deepcopy(model) if reference is None else reference
     shard(model)
-    updates = [optimizer(one.parameters()) for one in (model, reference)]
+    updates = [optimizer(module.parameters()) for module in (model, reference)]
     world, losses = dist.get_world_size(), []
     for step in range(steps):
         if before is not None:
             before(model)
         wanted = [loss(reference, rows(step, rank, *shape)) for rank in range(world)]
         (sum(wanted) / world).backward()
-        found = loss(model, rows(step, None, *shape))
-        found.backward()
-        torch.testing.assert_close(found, wanted[dist.get_rank()])
+        own_loss = loss(model, rows(step, None, *shape))
+        own_loss.backward()
+        torch.testing.assert_close(own_loss, wanted[dist.get_rank()])
         gradients_are(model, reference)
         for update in updates:
             update.step()
         weights_are(model, reference)
         for update in updates:
             update.zero_grad()
-        losses.append(found.item())
+        losses.append(own_loss.item())
     return losses

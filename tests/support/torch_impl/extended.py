@@ -46,7 +46,7 @@ class Halved(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Halved, lambda one: one.values, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Halved, lambda halved: halved.values, (args, kwargs or {}))
         out = func(*args, **kwargs)
         # Of what is computed with, as a wrapper of weights: plain.
         if func in (_aten.mm.default, _aten.addmm.default, _aten.t.default):
@@ -149,11 +149,11 @@ class Bytes(torch.Tensor):
         if func in (_aten.detach.default, _aten.view.default, _aten.alias.default):
             return Bytes(first.payload.detach(), first.scale.detach())
         if func in (_aten.empty_like.default, _aten.clone.default, _aten._to_copy.default):
-            place = (kwargs or {}).get("device", first.device)
+            device = (kwargs or {}).get("device", first.device)
             return Bytes(
                 *(
-                    func(one, device=place) if func is not _aten.clone.default else one.clone()
-                    for one in (first.payload, first.scale)
+                    func(part, device=device) if func is not _aten.clone.default else part.clone()
+                    for part in (first.payload, first.scale)
                 )
             )
         raise NotImplementedError(f"{func} of {cls.__name__}")

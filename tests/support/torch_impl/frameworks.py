@@ -71,9 +71,9 @@ def _forget(packages: tuple[str, ...]) -> None:
 
 def assert_sharded(model: nn.Module) -> None:
     """By the library that is installed: a test must not compare torch with torch."""
-    kind = importlib.import_module("torch.distributed.fsdp").FSDPModule
-    assert isinstance(model, kind)
-    ours = kind is torch_impl.FSDPModule
+    module_class = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    assert isinstance(model, module_class)
+    ours = module_class is torch_impl.FSDPModule
     assert isinstance(model, torch_impl.FSDPModule) == ours
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
@@ -98,9 +98,9 @@ class Result(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def assert_equal_runs(found: list[list[Result]], learned: float) -> None:
-    """``found``: by rank, what ``both`` returns. ``learned``: by how much the loss falls at least."""
-    for stock, ours in found:
+def assert_equal_runs(runs: list[list[Result]], learned: float) -> None:
+    """``runs``: by rank, what ``both`` returns. ``learned``: by how much the loss falls at least."""
+    for stock, ours in runs:
         assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
         assert ours.norms == pytest.approx(stock.norms, rel=1e-5)
         assert ours.weights.keys() == stock.weights.keys()
@@ -113,7 +113,7 @@ def assert_equal_runs(found: list[list[Result]], learned: float) -> None:
                 msg=lambda text, name=name: f"{name}: {text}",
             )
         assert stock.losses[0] - min(stock.losses) > learned, "nothing was learned"
-    assert found[0][0].losses[0] != found[1][0].losses[0], "expected different data on the ranks"
+    assert runs[0][0].losses[0] != runs[1][0].losses[0], "expected different data on the ranks"
 
 
 @contextmanager

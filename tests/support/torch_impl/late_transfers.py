@@ -60,7 +60,7 @@ def late_collectives() -> Iterator[None]:
             if not async_op:
                 return collective(outputs, inputs, group)
             # Of the same memory, but without a count of changes: the runtime counts those that it makes.
-            outputs, inputs = [one.data for one in outputs], [one.data for one in inputs]
+            outputs, inputs = [tensor.data for tensor in outputs], [tensor.data for tensor in inputs]
             _spoil(outputs, inputs)
             return _Late(lambda: collective(outputs, inputs, group))
 

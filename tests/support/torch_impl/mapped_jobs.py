@@ -86,9 +86,9 @@ def _dtypes(dtype: str) -> dict[str, torch.dtype]:
     return {key: getattr(torch, dtype) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
 
 
-def save_both(kind: str, strategy: str, dtype: str, mapping: str, path: str, asynchronous: bool) -> int:
+def save_both(model_name: str, strategy: str, dtype: str, mapping: str, path: str, asynchronous: bool) -> int:
     """Train, and save plainly and under the mapping; the parameters of which this rank has no rows."""
-    if kind == "decoder":
+    if model_name == "decoder":
         model, optimizer = decoder_run(strategy, 1, **_dtypes(dtype))
         for index in range(2):
             step(model, optimizer, index)
@@ -100,7 +100,7 @@ def save_both(kind: str, strategy: str, dtype: str, mapping: str, path: str, asy
     if asynchronous:
         pending = save_checkpoint_async(Path(path) / "mapped", model, optimizer, TRAIN, mapping=mapping)
         # The checkpoint is of the state before this step.
-        (step if kind == "decoder" else fused_step)(model, optimizer, 2)
+        (step if model_name == "decoder" else fused_step)(model, optimizer, 2)
         pending.wait()
     else:
         save_checkpoint(Path(path) / "mapped", model, optimizer, TRAIN, mapping=mapping)
@@ -117,10 +117,10 @@ def _local_bytes(model: nn.Module, optimizer: MainWeightAdamW) -> dict[str, np.n
 
 
 def go_on(
-    kind: str, strategy: str, dtype: str, mapping: str | None, path: str
+    model_name: str, strategy: str, dtype: str, mapping: str | None, path: str
 ) -> tuple[dict[str, np.ndarray], Any, list[float]]:
     """Load into another run that made a step; this rank's state, the train values, and losses of two steps."""
-    if kind == "decoder":
+    if model_name == "decoder":
         model, optimizer = decoder_run(strategy, 5, **_dtypes(dtype))
         take = step
     else:
@@ -128,5 +128,5 @@ def go_on(
         take = fused_step
     take(model, optimizer, 9)
     train = load_checkpoint(path, model, optimizer, mapping=mapping)
-    found = _local_bytes(model, optimizer)
-    return found, train, [take(model, optimizer, index) for index in (2, 3)]
+    state = _local_bytes(model, optimizer)
+    return state, train, [take(model, optimizer, index) for index in (2, 3)]

@@ -47,7 +47,7 @@ _DTENSOR = {
 
 def calls_in(root: Path) -> dict[str, str]:
     """Names that the files below ``root`` use, each with a first place, ``package/file.py:line``."""
-    found: dict[str, str] = {}
+    first_uses: dict[str, str] = {}
     for file in sorted(root.rglob("*.py")):
         text = file.read_text(errors="replace")
         # Parsing thousands of files takes long.
@@ -62,8 +62,8 @@ def calls_in(root: Path) -> dict[str, str]:
             continue
         for node in ast.walk(tree):
             for name in _names(node, "fsdp" in text or "fully_shard" in text):
-                found.setdefault(name, f"{file.relative_to(root.parent)}:{getattr(node, 'lineno', 0)}")
-    return found
+                first_uses.setdefault(name, f"{file.relative_to(root.parent)}:{getattr(node, 'lineno', 0)}")
+    return first_uses
 
 
 def _names(node: ast.AST, shards: bool) -> Iterator[str]:
@@ -93,12 +93,12 @@ def _names(node: ast.AST, shards: bool) -> Iterator[str]:
 def _imported(node: ast.ImportFrom) -> Iterator[str]:
     path = node.module or ""
     if path == "torch.distributed.checkpoint.state_dict":
-        yield from (f"state_dict.{one.name}" for one in node.names)
+        yield from (f"state_dict.{alias.name}" for alias in node.names)
     elif path.startswith(("torch.distributed.fsdp", "torch.distributed._composable.fsdp")):
         if path.removeprefix("torch.distributed.fsdp.") in _FSDP1:
             return
         private = path not in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-        yield from (f"fsdp.{one.name}" for one in node.names if private or one.name in _FSDP2)
+        yield from (f"fsdp.{alias.name}" for alias in node.names if private or alias.name in _FSDP2)
 
 
 def _argument(node: ast.AST | None) -> Iterator[str]:

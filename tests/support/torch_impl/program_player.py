@@ -89,7 +89,7 @@ class Player:
             set_list = getattr(modules[unit], f"set_modules_to_{direction}_prefetch")
             set_list([modules[other] for other in others])
 
-    def _loss(self, route: Route, between: Callable[[int, Any], Any] = lambda place, x: x) -> torch.Tensor:
+    def _loss(self, route: Route, between: Callable[[int, Any], Any] = lambda index, x: x) -> torch.Tensor:
         tokens = torch.randint(0, WORDS, (3,), generator=self._random)
         return nn.functional.cross_entropy(self.model(tokens, route, between), tokens)
 
@@ -132,8 +132,8 @@ class Player:
             self._loss(route)
 
     def forward_raises(self, route: Route) -> None:
-        def stop(place: int, x: torch.Tensor) -> torch.Tensor:
-            if place == len(route) - 1:
+        def stop(index: int, x: torch.Tensor) -> torch.Tensor:
+            if index == len(route) - 1:
                 raise Stop
             return x
 
@@ -141,8 +141,8 @@ class Player:
             self._loss(route, stop)
 
     def backward_raises(self, route: Route) -> None:
-        def stop(place: int, x: torch.Tensor) -> torch.Tensor:
-            return RaisesInBackward.apply(x) if place == len(route) // 2 else x
+        def stop(index: int, x: torch.Tensor) -> torch.Tensor:
+            return RaisesInBackward.apply(x) if index == len(route) // 2 else x
 
         with pytest.raises(Stop):
             self._loss(route, stop).backward()

@@ -24,13 +24,13 @@ PROGRAMS = {
 class Call:
     """A call that programs make.
 
-    places: by program, a file and line.
+    used_at: by program, a file and line.
     shown_by: a test below ``tests/torch_impl`` that it works, or that it is refused with what to do instead.
     told: how torch_impl's README or ``docs/fsdp2.md`` tells a difference; empty where there is none.
     """
 
     name: str
-    places: dict[str, str]
+    used_at: dict[str, str]
     shown_by: str
     told: str = ""
 

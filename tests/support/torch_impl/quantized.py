@@ -23,8 +23,8 @@ EVEN_SHAPES = {"experts": (3, 7, 64), "up": (9, 96), "down": (11, 32)}
 
 
 def policy(gather: str, **options: Any) -> torch_impl.MixedPrecisionPolicy:
-    given: Any = gather if gather == "mxfp8" else torch.float8_e4m3fn
-    return torch_impl.MixedPrecisionPolicy(gather_dtype=given, cast_forward_inputs=False, **options)
+    dtype: Any = gather if gather == "mxfp8" else torch.float8_e4m3fn
+    return torch_impl.MixedPrecisionPolicy(gather_dtype=dtype, cast_forward_inputs=False, **options)
 
 
 class Wide(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 BLOCKS = 4
 WORDS = 11
-PLACES = [*(f"blocks.{k}.inner" for k in range(BLOCKS)), *(f"blocks.{k}" for k in range(BLOCKS))]
+UNITS = [*(f"blocks.{k}.inner" for k in range(BLOCKS)), *(f"blocks.{k}" for k in range(BLOCKS))]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
 TWO_AXES = ("hsdp", "hfsdp", "hfsdp", "optim", "no_shard")
 WHATS = (
@@ -145,12 +145,12 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor, route: Route, between: Callable[[int, Any], Any]) -> torch.Tensor:
         x = self.embed(tokens)
-        for place, call in enumerate(route):
+        for index, call in enumerate(route):
             if call.recomputed is None:
                 x = self._run(call, x)
             else:
                 x = checkpoint(self._run, call, x, use_reentrant=call.recomputed == "reentrantly")
-            x = between(place, x)
+            x = between(index, x)
         return self.head(x)
 
     def _run(self, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class _Draw:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.units = (*(place for place in PLACES if self.rng.random() < 0.5), "")
+        self.units = (*(unit for unit in UNITS if self.rng.random() < 0.5), "")
         self._routes: list[Route] = []
 
     def route(self) -> Route:

@@ -196,9 +196,9 @@ class Run:
             for parameter, own in zip(holder.parameters(), self.model.parameters(), strict=True):
                 parameter.copy_(kept[own][key] if key else own)
         # torchtitan takes fused weights apart as it saves them.
-        found = self.adapter(self.sizes, None).to_hf(holder.state_dict())
+        tensors = self.adapter(self.sizes, None).to_hf(holder.state_dict())
         buffers = {"e_score_correction_bias"} if key else set()
-        return {name: x.detach().clone() for name, x in found.items() if name.split(".")[-1] not in buffers}
+        return {name: x.detach().clone() for name, x in tensors.items() if name.split(".")[-1] not in buffers}
 
     def load(self, folder: Path) -> None:
         state = self.state()

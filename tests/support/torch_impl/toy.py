@@ -141,13 +141,13 @@ def assert_at_rest(model: nn.Module) -> None:
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Counts of the calls into ``torch.distributed`` inside the context."""
-    places = {
+    targets = {
         "all_gather": (collectives, "all_gather"),
         "reduce_scatter": (collectives, "reduce_scatter"),
         "all_reduce": (dist, "all_reduce"),
     }
-    counts = dict.fromkeys(places, 0)
-    originals = {name: getattr(*place) for name, place in places.items()}
+    counts = dict.fromkeys(targets, 0)
+    originals = {name: getattr(*target) for name, target in targets.items()}
 
     def counting(name: str) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -156,13 +156,13 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    for name, place in places.items():
-        setattr(*place, counting(name))
+    for name, target in targets.items():
+        setattr(*target, counting(name))
     try:
         yield counts
     finally:
-        for name, place in places.items():
-            setattr(*place, originals[name])
+        for name, target in targets.items():
+            setattr(*target, originals[name])
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -41,10 +41,10 @@ def unused_output(engine: Engine, reshard: bool) -> list[float]:
         def __init__(self) -> None:
             super().__init__()
             self.step = 0
-            self.one, self.other = MLP(), MLP(8, 6)
+            self.first, self.other = MLP(), MLP(8, 6)
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.one(x), self.other(x)
+            return self.first(x), self.other(x)
 
     model = TwoOutputs()
 
@@ -53,8 +53,8 @@ def unused_output(engine: Engine, reshard: bool) -> list[float]:
 
     return train_as_one(
         model,
-        lambda one: engine.shard_all(one.one, one.other, one, reshard_after_forward=reshard),
-        loss=lambda one, x: one(x)[model.step % 2].square().sum(),
+        lambda module: engine.shard_all(module.first, module.other, module, reshard_after_forward=reshard),
+        loss=lambda module, x: module(x)[model.step % 2].square().sum(),
         before=next_step,
     )
 
@@ -69,15 +69,15 @@ def unused_module(engine: Engine, reshard: bool) -> list[bool]:
     for step in range(3):
         model.second(model.encode(rows(step)).detach())
         model.encode(rows(step)).sum().backward()
-        backward_as_one(reference, step, loss=lambda one, x: one.encode(x).sum())
+        backward_as_one(reference, step, loss=lambda module, x: module.encode(x).sum())
         gradients_are(model, reference)
         nones += [param.grad is None for param in model.parameters()]
-        for one in (model, reference):
-            one.zero_grad()
+        for module in (model, reference):
+            module.zero_grad()
     return nones
 
 
-def containers(engine: Engine, kind: str, reshard: bool) -> list[float]:
+def containers(engine: Engine, container: str, reshard: bool) -> list[float]:
     """Units hand activations to each other in a container of their own."""
 
     class Through(nn.Module):
@@ -85,15 +85,15 @@ def containers(engine: Engine, kind: str, reshard: bool) -> list[float]:
             super().__init__()
             self.mlp, self.last = MLP(), last
 
-        def forward(self, given: Any) -> Any:
-            if isinstance(given, torch.Tensor):
-                x = given
-            elif isinstance(given, dict):
-                x = given["x"]
-            elif isinstance(given, list):
-                x = given[0]
+        def forward(self, inputs: Any) -> Any:
+            if isinstance(inputs, torch.Tensor):
+                x = inputs
+            elif isinstance(inputs, dict):
+                x = inputs["x"]
+            elif isinstance(inputs, list):
+                x = inputs[0]
             else:
-                x = given.x
+                x = inputs.x
             x = self.mlp(x)
             if self.last:
                 return x
@@ -102,10 +102,12 @@ def containers(engine: Engine, kind: str, reshard: bool) -> list[float]:
                 "list": [x, "word"],
                 "dataclass": Carried(x, 1),
                 "namedtuple": Pair(x, 1),
-            }[kind]
+            }[container]
 
     model = nn.Sequential(Through(False), Through(False), Through(True))
-    return train_as_one(model, lambda one: engine.shard_all(*one, one, reshard_after_forward=reshard))
+    return train_as_one(
+        model, lambda module: engine.shard_all(*module, module, reshard_after_forward=reshard)
+    )
 
 
 def hooks_of_gradients(engine: Engine) -> dict[str, int]:
@@ -115,8 +117,8 @@ def hooks_of_gradients(engine: Engine) -> dict[str, int]:
     ran: Counter[str] = Counter()
     for name, param in model.named_parameters():
 
-        def hook(one: torch.Tensor, name: str = name) -> None:
-            assert one.grad is not None
+        def hook(param: torch.Tensor, name: str = name) -> None:
+            assert param.grad is not None
             ran[name] += 1
 
         param.register_post_accumulate_grad_hook(hook)

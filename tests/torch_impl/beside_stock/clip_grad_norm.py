@@ -25,7 +25,9 @@ from tests.support.torch_impl.engines import (
 from tests.support.torch_impl.zoo import Stack, Tied
 
 
-def clipped(engine: Engine, kind: float, foreach: bool | None, replicas: bool, tied: bool) -> list[float]:
+def clipped(
+    engine: Engine, norm_type: float, foreach: bool | None, replicas: bool, tied: bool
+) -> list[float]:
     """Gradients that differ in size by unit, clipped before each of three steps."""
     options: dict[str, Any] = {}
     if replicas:
@@ -34,22 +36,22 @@ def clipped(engine: Engine, kind: float, foreach: bool | None, replicas: bool, t
     shape = (2, 11) if tied else (3, 8)
     reference = copy.deepcopy(model)
     engine.shard_all(*model.blocks, model, **options)
-    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    updates = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (model, reference)]
     norms = []
     for step in range(3):
         squares(model, rows(step, None, *shape)).backward()
         backward_as_one(reference, step, shape=shape)
         # Small enough that it clips, in every norm.
         limit = 1e-2
-        wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, kind, foreach=foreach)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit, kind, foreach=foreach)
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, norm_type, foreach=foreach)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type, foreach=foreach)
         total = norm.full_tensor()
         assert wanted > limit
         torch.testing.assert_close(total, wanted)
         gradients_are(model, reference)
         # Clipped gradients are no longer than they may be.
         again = nn.utils.get_total_norm(
-            [param.grad for param in model.parameters() if param.grad is not None], kind, foreach=foreach
+            [param.grad for param in model.parameters() if param.grad is not None], norm_type, foreach=foreach
         )
         assert whole(again).item() <= limit * (1 + 1e-5)
         norms.append(total.item())

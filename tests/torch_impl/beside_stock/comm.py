@@ -32,12 +32,12 @@ def counts(engine: Engine, reshard: bool | None, replicas: bool) -> dict[str, di
     model = Stack()
     engine.shard_all(*model.blocks, model, **options)
     counted_step(engine, model)
-    found = counted_step(engine, model)
+    calls = counted_step(engine, model)
     units = 4
-    assert found["forward"]["all_gather"] == units
-    assert found["backward"]["reduce_scatter"] == units
-    assert found["backward"]["all_reduce"] == (units if replicas else 0)
-    return found
+    assert calls["forward"]["all_gather"] == units
+    assert calls["backward"]["reduce_scatter"] == units
+    assert calls["backward"]["all_reduce"] == (units if replicas else 0)
+    return calls
 
 
 def by_hand(engine: Engine) -> list[int]:
@@ -57,15 +57,15 @@ def microbatches(engine: Engine) -> list[dict[str, int]]:
     """Without gradient sync nothing is reduced; without resharding after backward nothing is gathered again."""
     model = Stack(2)
     engine.shard_all(*model.blocks, model, reshard_after_forward=False)
-    found = []
+    calls_by_part = []
     for part in range(3):
         last = part == 2
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
         with counting(engine, model) as calls:
             squares(model, rows(part)).backward()
-        found.append(calls)
-    return found
+        calls_by_part.append(calls)
+    return calls_by_part
 
 
 def divide_factor(engine: Engine, factor: float) -> list[float]:
@@ -101,15 +101,15 @@ def unshard_ahead(engine: Engine, async_op: bool) -> list[int]:
 
 def unshard_before_any_forward(engine: Engine) -> list[bool]:
     """``unshard`` and ``reshard`` work before the first forward, and show whole and sharded parameters."""
-    model, given = MLP(), None
-    given = copy.deepcopy(model)
+    model = MLP()
+    reference = copy.deepcopy(model)
     engine.shard(model)
     model.unshard()
-    found = [isinstance(param, DTensor) for param in model.parameters()]
-    for param, value in zip(model.parameters(), given.parameters(), strict=True):
+    are_sharded = [isinstance(param, DTensor) for param in model.parameters()]
+    for param, value in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.detach(), value.detach())
     model.reshard()
-    return [*found, *(isinstance(param, DTensor) for param in model.parameters())]
+    return [*are_sharded, *(isinstance(param, DTensor) for param in model.parameters())]
 
 
 def unshard_nothing(engine: Engine) -> list[bool]:

@@ -35,7 +35,7 @@ def shown_weights(engine: Engine) -> Facts:
     param = model.head.weight
     with torch.no_grad():
         for name, compute in OPERATORS.items():
-            facts(name, lambda compute=compute: [whole(one).sum().item() for one in compute(param)])
+            facts(name, lambda compute=compute: [whole(tensor).sum().item() for tensor in compute(param)])
     return facts
 
 
@@ -67,7 +67,9 @@ def muon(engine: Engine) -> Facts:
     model, alone = mlp(), None
     alone = copy.deepcopy(model)
     engine.shard(model, **({"granularity": "tensor"} if engine.ours else {}))
-    optimizers = [torch.optim.Muon(one.parameters(), lr=0.02, weight_decay=0.1) for one in (model, alone)]
+    optimizers = [
+        torch.optim.Muon(module.parameters(), lr=0.02, weight_decay=0.1) for module in (model, alone)
+    ]
     for step in range(3):
         squares(model, rows(step)).backward()
         backward_as_one(alone, step)

@@ -54,9 +54,9 @@ def trained(engine: Engine, reshard: bool, replicas: bool) -> list[float]:
             for (name, param), grad in zip(reference.named_parameters(), grads, strict=True):
                 param.copy_(kept[name] - 1e-2 * grad)
         for name, param in model.named_parameters():
-            found = whole(param.detach())
-            found = found.values if isinstance(found, Halved) else found
-            torch.testing.assert_close(found, reference.get_parameter(name).detach())
+            weight = whole(param.detach())
+            weight = weight.values if isinstance(weight, Halved) else weight
+            torch.testing.assert_close(weight, reference.get_parameter(name).detach())
         losses.append(loss.item())
     gathers = 2 * 3 * (2 if reshard else 1)
     assert Halved.calls["pre"] == gathers, Halved.calls

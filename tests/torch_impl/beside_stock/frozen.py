@@ -33,7 +33,7 @@ def in_one_group(engine: Engine, biases: bool, reshard: bool) -> list[float]:
 
     return train_as_one(
         model,
-        lambda one: engine.shard_all(*one.blocks, one, reshard_after_forward=reshard),
+        lambda module: engine.shard_all(*module.blocks, module, reshard_after_forward=reshard),
         optimizer=optimizer,
     )
 
@@ -49,7 +49,7 @@ def whole_units(engine: Engine, pattern: str, reshard: bool) -> list[float]:
 
     return train_as_one(
         model,
-        lambda one: engine.shard_all(*one, one, reshard_after_forward=reshard),
+        lambda module: engine.shard_all(*module, module, reshard_after_forward=reshard),
         optimizer=optimizer,
     )
 
@@ -62,14 +62,16 @@ def several_forwards(engine: Engine, checkpointed: bool) -> list[float]:
     engine.shard_all(*model, model)
     world, losses = dist.get_world_size(), []
 
-    def loss_of(one: nn.Module, step: int, rank: int | None) -> torch.Tensor:
+    def loss_of(module: nn.Module, step: int, rank: int | None) -> torch.Tensor:
         total = torch.zeros(())
         for part in range(2):
             x = rows(step + 5 * part, rank).requires_grad_(part == 1)
             if checkpointed:
-                total = total + torch.utils.checkpoint.checkpoint(one, x, use_reentrant=False).square().sum()
+                total = (
+                    total + torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).square().sum()
+                )
             else:
-                total = total + squares(one, x)
+                total = total + squares(module, x)
         return total
 
     for step in range(2):
@@ -87,12 +89,12 @@ def toggled(engine: Engine) -> list[float]:
     model = nn.Sequential(MLP(), MLP(8, 6))
     reference = copy.deepcopy(model)
     engine.shard_all(*model, model)
-    updates = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, reference)]
+    updates = [torch.optim.SGD(module.parameters(), lr=1e-2) for module in (model, reference)]
     losses = []
     for step in range(4):
-        for one in (model, reference):
-            one[0].requires_grad_(step % 2 == 0)
-            one[1].requires_grad_(step % 2 == 1)
+        for module in (model, reference):
+            module[0].requires_grad_(step % 2 == 0)
+            module[1].requires_grad_(step % 2 == 1)
         loss = squares(model, rows(step))
         loss.backward()
         backward_as_one(reference, step)

@@ -32,7 +32,7 @@ def replicated_around(engine: Engine) -> list[float]:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     replicated = DistributedDataParallel(model)
     assert all(not isinstance(param, DTensor) for param in ignored)
-    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    updates = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (model, reference)]
     losses = []
     for step in range(3):
         loss = squares(replicated, rows(step))

@@ -57,7 +57,9 @@ def which_parameters(engine: Engine) -> dict[str, list[str]]:
     inner = sharded_names(model)
     engine.shard(model)
     assert [name for name, _ in model.named_parameters()] == names
-    is_unit = [name for name, one in model.named_modules() if isinstance(one, engine.package.FSDPModule)]
+    is_unit = [
+        name for name, module in model.named_modules() if isinstance(module, engine.package.FSDPModule)
+    ]
     return {"inner": inner, "all": sharded_names(model), "units": is_unit}
 
 
@@ -81,19 +83,19 @@ def shared_modules(engine: Engine) -> list[str]:
     class Doubled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(8, 8)
-            self.other = self.one
+            self.first = nn.Linear(8, 8)
+            self.other = self.first
             self.third = nn.Linear(8, 8)
-            self.third.weight = self.one.weight
+            self.third.weight = self.first.weight
             self.register_buffer("shift", torch.ones(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.third(self.other(self.one(x))) + self.shift
+            return self.third(self.other(self.first(x))) + self.shift
 
     model = Doubled()
     train_as_one(model, engine.shard, steps=2)
-    assert model.one.weight is model.other.weight
-    assert model.one.weight is model.third.weight
+    assert model.first.weight is model.other.weight
+    assert model.first.weight is model.third.weight
     assert not isinstance(model.shift, DTensor)
     return sharded_names(model)
 
@@ -109,10 +111,10 @@ def tie_across_units(engine: Engine) -> bool:
     return True
 
 
-def odd_parameters(engine: Engine, kind: str) -> bool:
+def odd_parameters(engine: Engine, oddity: str) -> bool:
     """What FSDP2 refuses: scalars and transposed memory; both train here."""
     model = nn.Module()
-    values = torch.tensor(2.0) if kind == "scalar" else torch.arange(12.0).view(3, 4).t()
+    values = torch.tensor(2.0) if oddity == "scalar" else torch.arange(12.0).view(3, 4).t()
     model.weight = nn.Parameter(values)
     if not engine.ours:
         with pytest.raises((ValueError, NotImplementedError)):
@@ -155,15 +157,15 @@ def from_meta(engine: Engine, axes: int) -> dict[str, list[str]]:
     assert all(isinstance(param, DTensor) for param in model.parameters())
     model.to_empty(device="cpu")
     facts["after"] = sorted({param.device.type for param in model.parameters()})
-    given = Stack(2)
-    values = dict(given.named_parameters())
+    source = Stack(2)
+    values = dict(source.named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(distribute_tensor(values[name].detach(), param.device_mesh, param.placements))
-    weights_are(model, given)
+    weights_are(model, source)
     squares(model, rows(0)).backward()
-    backward_as_one(given)
-    gradients_are(model, given)
+    backward_as_one(source)
+    gradients_are(model, source)
     return facts
 
 
@@ -201,7 +203,7 @@ def all_reduce_hook(engine: Engine) -> list[float]:
     engine.shard(model)
     model.set_all_reduce_hook(lambda sums: sums.mul_(2))
     squares(model, rows(0)).backward()
-    backward_as_one(reference, loss=lambda one, x: 2 * squares(one, x))
+    backward_as_one(reference, loss=lambda module, x: 2 * squares(module, x))
     gradients_are(model, reference)
     return []
 
@@ -209,12 +211,12 @@ def all_reduce_hook(engine: Engine) -> list[float]:
 def placements(engine: Engine, dim: int) -> list[float]:
     """Any dimension that divides evenly; ``None`` for the rest."""
 
-    def place(param: nn.Parameter) -> Shard | None:
+    def placement_of(param: nn.Parameter) -> Shard | None:
         return Shard(dim) if param.ndim > 1 else None
 
     return train_as_one(
         nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)),
-        lambda one: engine.shard(one, shard_placement_fn=place),
+        lambda module: engine.shard(module, shard_placement_fn=placement_of),
     )
 
 
@@ -229,7 +231,9 @@ def uneven_placement(engine: Engine) -> bool:
     model = nn.Linear(7, 5, bias=False)
     if engine.ours:
         train_as_one(
-            model, lambda one: engine.shard(one, shard_placement_fn=lambda param: Shard(1)), shape=(3, 7)
+            model,
+            lambda module: engine.shard(module, shard_placement_fn=lambda param: Shard(1)),
+            shape=(3, 7),
         )
     else:
         with pytest.raises(NotImplementedError, match="uneven"):
@@ -266,11 +270,11 @@ def mixed_dtypes(engine: Engine, frozen: bool) -> list[str]:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(8, 8)
+            self.first = nn.Linear(8, 8)
             self.other = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(not frozen)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.one(x) * self.other(x.to(self.other.weight.dtype))
+            return self.first(x) * self.other(x.to(self.other.weight.dtype))
 
     model = engine.shard(Mixed())
     if not frozen and not engine.ours:
@@ -278,7 +282,7 @@ def mixed_dtypes(engine: Engine, frozen: bool) -> list[str]:
             model(rows(0))
         return []
     model(rows(0)).float().sum().backward()
-    return [str(model.one.weight.grad.dtype), str(model.other.weight.dtype)] if frozen else []
+    return [str(model.first.weight.grad.dtype), str(model.other.weight.dtype)] if frozen else []
 
 
 def at_the_old_place(engine: Engine) -> bool:
@@ -302,12 +306,12 @@ def classes(engine: Engine) -> list[Any]:
     again = engine.shard(Stack(1))
     assert type(again) is type(model)
     package = engine.package.FSDPModule
-    kinds = (type(model), package)
+    bases = (type(model), package)
     return [
         isinstance(model, Stack),
         isinstance(model, package),
         isinstance(model.head, package),
-        issubclass(type(model), kinds),
+        issubclass(type(model), bases),
         type(model.blocks[0]) is MLP,
         type(model).__name__.endswith("Stack"),
     ]

@@ -30,10 +30,10 @@ def sharded(engine: Engine, model: Any) -> Any:
     return engine.shard_all(*model.blocks, model)
 
 
-def distance(model: nn.Module, given: nn.Module) -> float:
+def distance(model: nn.Module, source: nn.Module) -> float:
     """The largest difference of a parameter's elements."""
-    pairs = zip(model.parameters(), given.parameters(), strict=True)
-    return max((whole(ours.detach()) - one.detach()).abs().max().item() for ours, one in pairs)
+    pairs = zip(model.parameters(), source.parameters(), strict=True)
+    return max((whole(ours.detach()) - theirs.detach()).abs().max().item() for ours, theirs in pairs)
 
 
 def distributed(engine: Engine) -> Facts:
@@ -42,21 +42,21 @@ def distributed(engine: Engine) -> Facts:
     """
     facts = Facts()
     for on_meta in (False, True):
-        given = Stack()
+        source = Stack()
         with torch.device("meta" if on_meta else "cpu"):
             model = sharded(engine, Stack())
         own = dict(model.named_parameters())
         state = {
             name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-            for name, value in given.state_dict().items()
+            for name, value in source.state_dict().items()
         }
         result = model.load_state_dict(state, assign=True)
         where = "from meta" if on_meta else "from values"
         facts(f"{where}: load_state_dict says", str(result))
-        facts(f"{where}: distance from what was given", distance(model, given))
+        facts(f"{where}: distance from what was given", distance(model, source))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loss = squares(model, rows(0))
-        torch.testing.assert_close(loss, squares(given, rows(0)))
+        torch.testing.assert_close(loss, squares(source, rows(0)))
         loss.backward()
         facts(f"{where}: dtypes of gradients", [param.grad.dtype for param in model.parameters()])
         optimizer.step()
@@ -79,10 +79,10 @@ def first_rank_alone(engine: Engine) -> Facts:
     facts = Facts()
     for to_empty in (True, False):
         torch.manual_seed(3)
-        given = Stack()
+        source = Stack()
         here = dist.get_rank() == 0
         with torch.device("cpu" if here else "meta"):
-            model = copy.deepcopy(given) if here else Stack()
+            model = copy.deepcopy(source) if here else Stack()
         state = model.state_dict() if here else {}
         sharded(engine, model)
         if to_empty and not here:
@@ -90,7 +90,7 @@ def first_rank_alone(engine: Engine) -> Facts:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         how = "with to_empty" if to_empty else "without to_empty"
-        facts(f"{how}: distance from rank 0's values", distance(model, given))
+        facts(f"{how}: distance from rank 0's values", distance(model, source))
         facts(f"{how}: a forward", model(rows(0)).sum())
     return facts
 

@@ -45,8 +45,8 @@ def trained(engine: Engine, param: str, reduce: str, reshard: bool) -> list[floa
     reference = copy.deepcopy(model)
     policy = engine.package.MixedPrecisionPolicy(param_dtype=DTYPES[param], reduce_dtype=DTYPES[reduce])
     engine.shard_all(*model.blocks, model, mp_policy=policy, reshard_after_forward=reshard)
-    updates = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, reference)]
-    world, found = dist.get_world_size(), []
+    updates = [torch.optim.SGD(module.parameters(), lr=1e-2) for module in (model, reference)]
+    world, own_losses = dist.get_world_size(), []
     for step in range(3):
         data = [rows(step, rank) for rank in range(world)]
         losses, grads = low_gradients(reference, data, DTYPES[param], DTYPES[reduce])
@@ -62,8 +62,8 @@ def trained(engine: Engine, param: str, reduce: str, reshard: bool) -> list[floa
             update.step()
             update.zero_grad()
         weights_are(model, reference)
-        found.append(loss.item())
-    return found
+        own_losses.append(loss.item())
+    return own_losses
 
 
 def accumulated(engine: Engine, param: str, reduce: str) -> list[float]:
@@ -161,7 +161,7 @@ def structured(engine: Engine) -> list[str]:
     """Tensors in dataclasses and named tuples are cast as others are."""
 
     @dataclass
-    class Given:
+    class Inputs:
         x: torch.Tensor
         label: str
 
@@ -174,30 +174,30 @@ def structured(engine: Engine) -> list[str]:
             super().__init__()
             self.linear = nn.Linear(8, 8)
 
-        def forward(self, given: Given) -> Pair:
-            assert given.label == "kept"
-            return Pair(self.linear(given.x), given.x)
+        def forward(self, inputs: Inputs) -> Pair:
+            assert inputs.label == "kept"
+            return Pair(self.linear(inputs.x), inputs.x)
 
     policy = engine.package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = engine.shard(Taking(), mp_policy=policy)
-    out = model(Given(rows(0), "kept"))
+    out = model(Inputs(rows(0), "kept"))
     out.x.sum().backward()
-    return [type(out).__name__, *(str(one.dtype) for one in out)]
+    return [type(out).__name__, *(str(tensor.dtype) for tensor in out)]
 
 
 def reduction_of_another_dtype(engine: Engine) -> list[float]:
     """The default ``reduce_dtype``: the computing dtype; in FSDP2 from torch 2.15 on that of the parameters."""
     make = engine.package.MixedPrecisionPolicy
-    given = MLP()
-    found = []
+    source = MLP()
+    grads = []
     default = torch.float32 if NEW and not engine.ours else torch.bfloat16
     for policy in (make(torch.bfloat16), make(torch.bfloat16, default), make(torch.bfloat16, torch.bfloat16)):
-        model = engine.shard(copy.deepcopy(given), mp_policy=policy)
+        model = engine.shard(copy.deepcopy(source), mp_policy=policy)
         squares(model, rows(0)).backward()
-        found.append([whole(param.grad) for param in model.parameters()])
-    for one, other in zip(*found[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    return [one.norm().item() for one in found[2]]
+        grads.append([whole(param.grad) for param in model.parameters()])
+    for grad, other in zip(*grads[:2], strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=0)
+    return [grad.norm().item() for grad in grads[2]]
 
 
 def as_given(engine: Engine) -> list[str]:
@@ -208,7 +208,7 @@ def as_given(engine: Engine) -> list[str]:
     else:
         engine.shard(model)
     squares(model, rows(0).bfloat16()).backward()
-    return [str(one.dtype) for param in model.parameters() for one in (param, param.grad)]
+    return [str(tensor.dtype) for param in model.parameters() for tensor in (param, param.grad)]
 
 
 def forward_derivative(engine: Engine, reshard: bool) -> list[str]:

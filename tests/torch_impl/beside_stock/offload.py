@@ -42,12 +42,12 @@ def where(engine: Engine) -> list[str]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     squares(model, rows(0)).backward()
     optimizer.step()
-    found = []
+    devices = []
     for param in model.parameters():
         moment = optimizer.state[param]["exp_avg"]
-        found += [one.to_local().device.type for one in (param.detach(), param.grad, moment)]
-    assert set(found) == {"cpu"}
-    return found
+        devices += [tensor.to_local().device.type for tensor in (param.detach(), param.grad, moment)]
+    assert set(devices) == {"cpu"}
+    return devices
 
 
 def clipped(engine: Engine) -> list[float]:
@@ -55,14 +55,16 @@ def clipped(engine: Engine) -> list[float]:
     model = Stack()
     reference = copy.deepcopy(model)
     offloaded(engine, model)
-    updates = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
+    updates = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (model, reference)]
     norms = []
     for step in range(3):
         for part in range(2):
             model.set_requires_gradient_sync(part == 1)
             squares(model, rows(2 * step + part)).backward()
             backward_as_one(reference, 2 * step + part)
-        wanted, norm = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (reference, model))
+        wanted, norm = (
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (reference, model)
+        )
         torch.testing.assert_close(whole(norm), wanted)
         gradients_are(model, reference)
         for update in updates:
@@ -76,10 +78,10 @@ def clipped(engine: Engine) -> list[float]:
 def low_precision(engine: Engine) -> list[float]:
     """Weights are cast on the way: losses of the same policy without offload, bit for bit."""
     policy = engine.package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    given = Stack()
+    source = Stack()
     losses: list[list[float]] = []
     for offload in (True, False):
-        model = copy.deepcopy(given)
+        model = copy.deepcopy(source)
         options: dict[str, Any] = {"mp_policy": policy}
         if offload:
             offloaded(engine, model, **options)
@@ -99,22 +101,22 @@ def low_precision(engine: Engine) -> list[float]:
 
 def reference_model(engine: Engine) -> list[float]:
     """A model that is only run, as verl's reference models are, loaded from the first rank's values."""
-    given = Stack(2)
+    source = Stack(2)
     with torch.device("meta"):
         model = offloaded(engine, Stack(2))
     set_model_state_dict(
         model,
-        given.state_dict() if dist.get_rank() == 0 else {},
+        source.state_dict() if dist.get_rank() == 0 else {},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
     )
     model.eval()
     with torch.no_grad():
-        found = [squares(model, rows(step)) for step in range(2)]
-    for step, loss in enumerate(found):
-        torch.testing.assert_close(loss, squares(given, rows(step)))
+        losses = [squares(model, rows(step)) for step in range(2)]
+    for step, loss in enumerate(losses):
+        torch.testing.assert_close(loss, squares(source, rows(step)))
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert bool(state) == (dist.get_rank() == 0)
-    return [loss.item() for loss in found]
+    return [loss.item() for loss in losses]
 
 
 def frozen_part(engine: Engine) -> list[float]:
@@ -124,14 +126,18 @@ def frozen_part(engine: Engine) -> list[float]:
         param.requires_grad_(not name.endswith("bias"))
     return train_as_one(
         model,
-        lambda one: offloaded(engine, one),
-        optimizer=lambda params: torch.optim.Adam([one for one in params if one.requires_grad], lr=1e-2),
+        lambda module: offloaded(engine, module),
+        optimizer=lambda params: torch.optim.Adam(
+            [param for param in params if param.requires_grad], lr=1e-2
+        ),
     )
 
 
 def no_policy(engine: Engine) -> bool:
     """``OffloadPolicy()`` is no offload; anything else is no policy here."""
-    train_as_one(MLP(), lambda one: engine.shard(one, offload_policy=engine.package.OffloadPolicy()), steps=1)
+    train_as_one(
+        MLP(), lambda module: engine.shard(module, offload_policy=engine.package.OffloadPolicy()), steps=1
+    )
     with engine.refused(TypeError, "offload_policy"):
         engine.shard(MLP(), offload_policy="cpu")
     return True

@@ -119,20 +119,20 @@ def checkpoint_in(folder: Path, engine: Engine, tied: bool) -> list[float]:
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(other, state["model"])
     set_optimizer_state_dict(other, its, state["optimizer"])
-    found = [step(other, its, number) for number in (2, 3)]
-    assert found == pytest.approx(wanted, rel=1e-6)
-    return found
+    losses = [step(other, its, number) for number in (2, 3)]
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    return losses
 
 
 def plain_values(engine: Engine) -> bool:
     """FSDP2 refuses whole plain tensors, which ``load_state_dict`` here takes."""
-    model, given = sharded(engine, Stack()), Stack()
+    model, source = sharded(engine, Stack()), Stack()
     if engine.ours:
-        model.load_state_dict(given.state_dict())
-        weights_are(model, given)
+        model.load_state_dict(source.state_dict())
+        weights_are(model, source)
     else:
         with pytest.raises(RuntimeError, match="DTensor"):
-            model.load_state_dict(given.state_dict())
+            model.load_state_dict(source.state_dict())
     return True
 
 

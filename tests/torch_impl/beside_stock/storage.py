@@ -46,20 +46,22 @@ def offloaded(engine: Engine) -> Facts:
     """
     facts = Facts()
     policy = engine.package.CPUOffloadPolicy(pin_memory=False)
-    for kind in ("AdamW", "offload_fraction=0.5"):
+    for label in ("AdamW", "offload_fraction=0.5"):
         torch.manual_seed(1)
         model = mlp()
         engine.shard_all(model[0], model[2], model, offload_policy=policy)
-        if engine.ours and kind != "AdamW":
+        if engine.ours and label != "AdamW":
             optimizer: Any = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01, offload_fraction=0.5)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        facts(f"{kind}: losses", steps(model, optimizer))
+        facts(f"{label}: losses", steps(model, optimizer))
     squares(model, rows(3)).backward()
-    places = {
-        one.to_local().device.type for param in model.parameters() for one in (param.detach(), param.grad)
+    devices = {
+        tensor.to_local().device.type
+        for param in model.parameters()
+        for tensor in (param.detach(), param.grad)
     }
-    facts("weights and gradients lie on", sorted(places))
+    facts("weights and gradients lie on", sorted(devices))
     low = engine.package.MixedPrecisionPolicy(param_dtype=HALF)
     with torch.no_grad():
         facts(
@@ -187,12 +189,12 @@ def experts(engine: Engine) -> Facts:
     part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
     model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
 
-    def place(param: nn.Parameter) -> Any:
+    def placement_of(param: nn.Parameter) -> Any:
         if param is not model.experts:
             return None
         return common.ShardPlacementResult(Shard(1), common.FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0))
 
-    engine.shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
+    engine.shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=placement_of)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     facts("losses", trained(model, optimizer, 0, 1, 2))
     squares(model, rows(3)).backward()

@@ -43,11 +43,11 @@ def one_linear(engine: Engine) -> list[float]:
 
 
 def largest_dimension(engine: Engine) -> list[float]:
-    def place(param: nn.Parameter) -> Shard:
+    def placement_of(param: nn.Parameter) -> Shard:
         return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return train_as_one(model, lambda one: engine.shard(one, shard_placement_fn=place))
+    return train_as_one(model, lambda module: engine.shard(module, shard_placement_fn=placement_of))
 
 
 def several_groups(engine: Engine, reshard: bool | None, offload: bool) -> list[float]:
@@ -68,13 +68,13 @@ def nested_units(engine: Engine) -> list[float]:
             self.last = nn.Linear(5, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for one in self.inner:
-                x = self.last(one(x) * self.scale)
+            for stack in self.inner:
+                x = self.last(stack(x) * self.scale)
             return x
 
     def shard(model: Any) -> Any:
-        for one in model.inner:
-            of_blocks(engine, one)
+        for stack in model.inner:
+            of_blocks(engine, stack)
         return engine.shard(model)
 
     return train_as_one(Nested(), shard)
@@ -85,14 +85,14 @@ def tied(engine: Engine, checkpointed: bool) -> list[float]:
     if checkpointed:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
 
-    def shard(one: Any) -> Any:
-        of_blocks(engine, one)
-        assert one.head.weight is one.embedding.weight
+    def shard(module: Any) -> Any:
+        of_blocks(engine, module)
+        assert module.head.weight is module.embedding.weight
 
     return train_as_one(model, shard, shape=(2, 11))
 
 
-def recomputed(engine: Engine, kind: str, reshard: bool) -> list[float]:
+def recomputed(engine: Engine, checkpointing: str, reshard: bool) -> list[float]:
     """The wrapper that replaces modules, the one that hooks them, and calls of the function."""
 
     class Around(nn.Module):
@@ -103,18 +103,18 @@ def recomputed(engine: Engine, kind: str, reshard: bool) -> list[float]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x * self.scale
             for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=kind == "reentrant")
+                x = x + checkpoint(block, x, use_reentrant=checkpointing == "reentrant")
             return self.head(x)
 
     model: Any = Stack()
-    if kind == "wrapper":
+    if checkpointing == "wrapper":
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
-    elif kind == "module":
+    elif checkpointing == "module":
         for block in model.blocks:
             composable_checkpoint(block)
     else:
         model = Around(model)
-    return train_as_one(model, lambda one: of_blocks(engine, one, reshard_after_forward=reshard))
+    return train_as_one(model, lambda module: of_blocks(engine, module, reshard_after_forward=reshard))
 
 
 def non_root_first(engine: Engine) -> list[float]:
@@ -141,7 +141,7 @@ def several_forwards(engine: Engine) -> list[float]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.outer(self.inner(x) + self.inner(x * 2))
 
-    return train_as_one(Twice(), lambda one: engine.shard_all(one.inner, one))
+    return train_as_one(Twice(), lambda module: engine.shard_all(module.inner, module))
 
 
 def partial_forward_twice(engine: Engine) -> dict[str, bool]:
@@ -167,9 +167,9 @@ def partial_forward_twice(engine: Engine) -> dict[str, bool]:
 def explicit_prefetch(engine: Engine) -> list[float]:
     model = Stack(4)
 
-    def shard(one: Any) -> Any:
-        of_blocks(engine, one)
-        blocks = list(one.blocks)
+    def shard(module: Any) -> Any:
+        of_blocks(engine, module)
+        blocks = list(module.blocks)
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
             block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
@@ -189,7 +189,7 @@ def microbatches(
     model = Stack()
     reference = copy.deepcopy(model)
     of_blocks(engine, model, **options)
-    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    updates = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (model, reference)]
     losses, count = [], 3
     for step in range(2):
         for part in range(count):
@@ -204,7 +204,7 @@ def microbatches(
             loss = squares(model, rows(10 * step + part)) / count
             loss.backward()
             losses.append(loss.item())
-            backward_as_one(reference, 10 * step + part, loss=lambda one, x: squares(one, x) / count)
+            backward_as_one(reference, 10 * step + part, loss=lambda module, x: squares(module, x) / count)
         gradients_are(model, reference)
         for update in updates:
             update.step()
@@ -251,12 +251,12 @@ def unused(engine: Engine) -> list[bool]:
 
     sharded, whole_model = Skipping(model), Skipping(reference)
     engine.shard(sharded)
-    updates = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (sharded, whole_model)]
+    updates = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (sharded, whole_model)]
     nones = []
     for step in range(3):
         skip = step > 0
         sharded(rows(step), skip).square().sum().backward()
-        backward_as_one(whole_model, step, loss=lambda one, x, skip=skip: one(x, skip).square().sum())
+        backward_as_one(whole_model, step, loss=lambda module, x, skip=skip: module(x, skip).square().sum())
         gradients_are(sharded, whole_model)
         nones += [param.grad is None for param in sharded.parameters()]
         for update in updates:
@@ -283,14 +283,14 @@ def registered(engine: Engine, reshard: bool | None, moment: str) -> dict[str, l
     out = model(rows(0))
     if moment == "backward":
         out.sum().backward()
-    found = {"head": sharded(model.head), "blocks": sharded(model.blocks)}
+    are_dtensors = {"head": sharded(model.head), "blocks": sharded(model.blocks)}
     if moment == "forward":
         model.reshard()
         for block in model.blocks:
             block.reshard()
         assert all(sharded(model))
         out.sum().backward()
-    return found
+    return are_dtensors
 
 
 def partial_group(engine: Engine) -> list[float]:
@@ -301,18 +301,18 @@ def partial_group(engine: Engine) -> list[float]:
     head: Any = model["head"]
     world, losses = dist.get_world_size(), []
     hidden = model["body"](rows(0, None, 4, 8))
-    given = [part.detach().requires_grad_() for part in hidden.detach().chunk(2)]
+    parts = [part.detach().requires_grad_() for part in hidden.detach().chunk(2)]
     head.set_reshard_after_forward(False)
     head.set_reshard_after_backward(False)
     head.set_requires_gradient_sync(False)
-    for index, part in enumerate(given):
-        if index == len(given) - 1:
+    for index, part in enumerate(parts):
+        if index == len(parts) - 1:
             head.set_requires_gradient_sync(True)
             head.set_reshard_after_backward(True)
         loss = head(part).square().sum()
         loss.backward()
         losses.append(loss.item())
-    hidden.backward(torch.cat([part.grad for part in given if part.grad is not None]))
+    hidden.backward(torch.cat([part.grad for part in parts if part.grad is not None]))
     for rank in range(world):
         out = reference["head"](reference["body"](rows(0, rank, 4, 8)))
         (out.square().sum() / world).backward()
@@ -329,9 +329,9 @@ def moved_inputs(engine: Engine) -> list[str]:
             self.linear = nn.Linear(8, 8)
 
         def forward(
-            self, given: dict[str, list[torch.Tensor]], *, other: tuple[torch.Tensor, str]
+            self, inputs: dict[str, list[torch.Tensor]], *, other: tuple[torch.Tensor, str]
         ) -> torch.Tensor:
-            return self.linear(given["x"][0] + other[0])
+            return self.linear(inputs["x"][0] + other[0])
 
     model = engine.shard(Nested())
     out = model({"x": [rows(0)]}, other=(rows(1), "kept"))
@@ -384,12 +384,12 @@ def two_axes(engine: Engine, reshard: bool) -> list[float]:
     """HSDP on two by two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return train_as_one(
-        Stack(2), lambda one: of_blocks(engine, one, mesh=mesh, reshard_after_forward=reshard)
+        Stack(2), lambda module: of_blocks(engine, module, mesh=mesh, reshard_after_forward=reshard)
     )
 
 
 def one_rank(engine: Engine) -> list[float]:
-    return train_as_one(Stack(2), lambda one: of_blocks(engine, one))
+    return train_as_one(Stack(2), lambda module: of_blocks(engine, module))
 
 
 def tensor_parallel(engine: Engine) -> list[float]:

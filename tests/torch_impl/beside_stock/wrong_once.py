@@ -53,9 +53,9 @@ def setters(engine: Engine) -> Facts:
     reductions there were.
     """
     facts = Facts()
-    given = blocks()
+    source = blocks()
     once = blocks()
-    once.load_state_dict(given.state_dict())
+    once.load_state_dict(source.state_dict())
     for microbatch in range(2):
         backward_as_one(once, microbatch)
     facts("one process", once[0][0].weight.grad[0, 0])
@@ -67,7 +67,7 @@ def setters(engine: Engine) -> Facts:
             if moment == MOMENTS[0]:
                 call(model)
             model.to_empty(device="cpu")
-            set_model_state_dict(model, given.state_dict(), options=StateDictOptions(full_state_dict=True))
+            set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=True))
             if moment == MOMENTS[1]:
                 call(model)
             gathers = reductions = 0
@@ -92,20 +92,20 @@ def setters(engine: Engine) -> Facts:
 def loaded_on_meta(engine: Engine) -> Facts:
     """Shard on the meta device, set_model_state_dict(full_state_dict=True), forward; no to_empty, as torchtune."""
     facts = Facts()
-    given = Stack()
+    source = Stack()
     for broadcast in (False, True):
         with torch.device("meta"):
             model: Any = Stack()
         engine.shard_all(*model.blocks, model)
-        state = given.state_dict() if not broadcast or dist.get_rank() == 0 else {}
+        state = source.state_dict() if not broadcast or dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, state, options=options)
         how = f"broadcast_from_rank0={broadcast}"
         facts(f"{how}: where", sorted({param.device.type for param in model.parameters()}))
         facts(f"{how}: a forward", lambda model=model: model(rows(0)).sum())
-        facts(f"{how}: in one process", given(rows(0)).sum())
-        weights_are(model, given)
-        torch.testing.assert_close(model(rows(0)), given(rows(0)))
+        facts(f"{how}: in one process", source(rows(0)).sum())
+        weights_are(model, source)
+        torch.testing.assert_close(model(rows(0)), source(rows(0)))
     return facts
 
 
@@ -131,11 +131,11 @@ def extensions(engine: Engine) -> Facts:
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model[0].weight = nn.Parameter(Rounded(model[0].weight.detach()))
     engine.shard(model)
-    for kind, one in (("bfloat16", model), ("int8 base", engine.shard(Adapted()))):
-        optimizer = torch.optim.SGD([param for param in one.parameters() if param.requires_grad], lr=0.01)
-        facts(f"{kind}: losses", trained(one, optimizer, 0, 1))
-        first = next(one.parameters())
-        facts(f"{kind}: class of a rank's rows", type(first.to_local()).__name__)
+    for label, module in (("bfloat16", model), ("int8 base", engine.shard(Adapted()))):
+        optimizer = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.01)
+        facts(f"{label}: losses", trained(module, optimizer, 0, 1))
+        first = next(module.parameters())
+        facts(f"{label}: class of a rank's rows", type(first.to_local()).__name__)
     facts("bfloat16: calls of fsdp_pre_all_gather", Halved.calls["pre"])
     facts("bfloat16: calls of fsdp_post_all_gather", Halved.calls["post"] + Halved.calls["post again"])
     return facts

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_at_the_load_and_changes_nothing(device: st
     name = "blocks.1.stack"
     param, value = model.get_parameter(name), values[name]
     mesh, other = param.device_mesh, init_device_mesh("cpu", (1, 3))
-    here = {} if device == "meta" else {key: whole(one) for key, one in model.state_dict().items()}
+    here = {} if device == "meta" else {key: whole(tensor) for key, tensor in model.state_dict().items()}
     elsewhere = RowShard((0, 0, 1, 6), 1, (2, 3, 7))
     for wrong, message in (
         (
@@ -200,20 +200,20 @@ def test_what_does_not_fit_is_refused_at_the_load_and_changes_nothing(device: st
         with pytest.raises(RuntimeError, match=expected):
             model.load_state_dict({**good, name: wrong}, assign=True)
         if device == "meta":
-            assert all(one.is_meta for one in model.parameters())
+            assert all(tensor.is_meta for tensor in model.parameters())
         else:
-            assert all(torch.equal(whole(one), here[key]) for key, one in model.state_dict().items())
+            assert all(torch.equal(whole(tensor), here[key]) for key, tensor in model.state_dict().items())
     if device == "meta":
         del good[name]
         with pytest.raises(
             RuntimeError, match=r"parameter 'stack' is on the meta device: .* call model\.to_empty"
         ):
             model.load_state_dict(good, strict=False, assign=True)
-        assert all(one.is_meta for one in model.parameters())
+        assert all(tensor.is_meta for tensor in model.parameters())
         # A unit of which nothing is given stays there, and says so when it is used.
-        kept = {key: one for key, one in good.items() if not key.startswith("blocks.1")}
+        kept = {key: tensor for key, tensor in good.items() if not key.startswith("blocks.1")}
         model.load_state_dict(kept, strict=False, assign=True)
-        assert [key for key, one in model.state_dict().items() if one.is_meta] == [
+        assert [key for key, tensor in model.state_dict().items() if tensor.is_meta] == [
             key for key in values if key.startswith("blocks.1")
         ]
         with pytest.raises(RuntimeError, match="is on the meta device"):
@@ -231,7 +231,7 @@ def test_a_unit_below_a_plain_module_is_loaded_with_it() -> None:
     state |= {"0.weight": torch.ones(5, 5), "0.bias": torch.zeros(5)}
     outer.load_state_dict(state, assign=True)
     assert torch.equal(outer[0].weight, torch.ones(5, 5))
-    assert all(torch.equal(whole(one), inner[name]) for name, one in outer[1].named_parameters())
+    assert all(torch.equal(whole(param), inner[name]) for name, param in outer[1].named_parameters())
     with pytest.raises(RuntimeError, match=r"assign=True\): 1\.up\.weight: expected"):
         outer.load_state_dict({**state, "1.up.weight": torch.ones(7, 5)}, assign=True)
     outer(torch.ones(2, 5)).sum().backward()
@@ -243,7 +243,7 @@ def test_distribute_tensor_takes_the_rows_of_the_first_ranks_tensor(few: bool) -
     torch_impl.fully_shard(nn.Linear(1, 1))
     for cut, full, tensor in placed(few=few):
         mesh, placements = tensor.device_mesh, tensor.placements
-        if not cut.axes and not any(type(one).__name__ == "FusedShard" for one in placements):
+        if not cut.axes and not any(type(placement).__name__ == "FusedShard" for placement in placements):
             continue
         mine = full if dist.get_rank() == 0 else torch.full_like(full, torch.nan)
         for made in (
@@ -286,7 +286,7 @@ def test_from_local_is_the_inverse_of_to_local(few: bool) -> None:
         param = nn.Parameter(tensor)
         made = DTensor.from_local(param.to_local().detach(), mesh, placements)
         if type(made) is not RowDTensor:
-            assert not any(isinstance(one, RowShard) for one in placements)
+            assert not any(isinstance(placement, RowShard) for placement in placements)
             continue
         assert (made.placements, made.shape) == (tensor.placements, full.shape)
         assert torch.equal(made.full_tensor(), full), cut
@@ -304,7 +304,7 @@ def test_from_local_is_the_inverse_of_to_local(few: bool) -> None:
             shape, stride = full.shape, full.stride()
             by_shape = DTensor.from_local(local_of(tensor), mesh, placements, shape=shape, stride=stride)
             assert torch.equal(by_shape.full_tensor(), full * 2)
-            if any(isinstance(one, RowShard) for one in placements):
+            if any(isinstance(placement, RowShard) for placement in placements):
                 with pytest.raises(ValueError, match="expected shape"):
                     DTensor.from_local(torch.ones(31, 3), mesh, placements)
     mesh = init_device_mesh("cpu", (4,))

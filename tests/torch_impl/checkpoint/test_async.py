@@ -22,11 +22,11 @@ CASES = [
 
 
 @pytest.mark.fast_cases("2-stock-no_shard", "1-zoo-optim")
-@pytest.mark.parametrize(("world", "kind", "strategy"), CASES)
+@pytest.mark.parametrize(("world", "run_name", "strategy"), CASES)
 def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one_while_steps_go_on(
-    ranks, tmp_path, world, kind, strategy
+    ranks, tmp_path, world, run_name, strategy
 ):
-    ranks.run(world, jobs.save_both_ways, kind, strategy, str(tmp_path))
+    ranks.run(world, jobs.save_both_ways, run_name, strategy, str(tmp_path))
     now, later = tmp_path / "now" / "1", tmp_path / "later" / "1"
     names = sorted(path.name for path in now.iterdir())
     assert names == sorted(path.name for path in later.iterdir())
@@ -40,20 +40,20 @@ def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one_while_steps_
     assert dataclasses.astuple(mine) == dataclasses.astuple(theirs)
     assert verify(now).good
     assert verify(later).good
-    one, other = (
-        ranks.run(2, jobs.resume, kind, "optim_grads", str(path.parent), 1)[0] for path in (now, later)
+    from_now, from_later = (
+        ranks.run(2, jobs.resume, run_name, "optim_grads", str(path.parent), 1)[0] for path in (now, later)
     )
-    assert one[:2] == other[:2]
-    assert all(np.array_equal(one[2][name], other[2][name]) for name in one[2])
+    assert from_now[:2] == from_later[:2]
+    assert all(np.array_equal(from_now[2][name], from_later[2][name]) for name in from_now[2])
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_the_copy_is_of_the_rows_that_a_rank_writes_and_of_nothing_else(ranks, tmp_path, strategy):
-    found = ranks.run(2, jobs.copied, "decoder", strategy, str(tmp_path / "a"))
-    whole = found[0][2]
+    sizes = ranks.run(2, jobs.copied, "decoder", strategy, str(tmp_path / "a"))
+    whole = sizes[0][2]
     # Every element on one rank, and evenly: of replicated tensors each rank has a share.
-    assert sum(copied for copied, _, _ in found) == whole
-    for copied, held, _ in found:
+    assert sum(copied for copied, _, _ in sizes) == whole
+    for copied, held, _ in sizes:
         assert held == copied
         assert copied <= 0.6 * whole
 
@@ -64,14 +64,14 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_by_wait_or_the_next_s
 ):
     runs = ranks.run(2, jobs.failing, where, rank, str(tmp_path / "run"))
     assert runs[0]["losses"] == runs[1]["losses"]
-    for found in runs:
-        assert f"rank {rank} of 2: OSError: [Errno 28] No space left on device" in found["wait"]
+    for outcome in runs:
+        assert f"rank {rank} of 2: OSError: [Errno 28] No space left on device" in outcome["wait"]
         if where == "write":
-            assert str(tmp_path / "run" / "1") in found["wait"]
-        assert "the asynchronous save of" in found["next"]
-        assert str(tmp_path / "run" / "2") in found["next"]
-        assert "No space left on device" in found["next"]
-        assert (found["left"], found["after"]) == ([], ["4"])
+            assert str(tmp_path / "run" / "1") in outcome["wait"]
+        assert "the asynchronous save of" in outcome["next"]
+        assert str(tmp_path / "run" / "2") in outcome["next"]
+        assert "No space left on device" in outcome["next"]
+        assert (outcome["left"], outcome["after"]) == ([], ["4"])
 
 
 def test_a_second_save_waits_for_the_first(ranks, tmp_path):

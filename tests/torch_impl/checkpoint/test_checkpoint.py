@@ -367,8 +367,8 @@ def test_plain_sgd_has_no_state_and_continues(tmp_path):
     for run, steps in ((model, optimizer), (other, continued)):
         run(torch.arange(6)[None]).square().mean().backward()
         steps.step()
-    for expected, found in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(expected, found)
+    for expected, resumed in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, resumed)
     with pytest.raises(CheckpointError, match="expected optimizer state, found none"):
         load_checkpoint(tmp_path / "a", other, _adamw(other))
 

@@ -42,7 +42,7 @@ def test_steps_removed_by_hand_and_unfinished_ones_are_passed_over(ranks, tmp_pa
     (path / "7").mkdir()
     (path / "notes.txt").touch()
     rest = ranks.run(3, jobs.managed_run, "optim_grads", str(path), 3, 5)
-    assert {tuple(found["steps"]) for found in rest} == {(1, 4, 5)}
+    assert {tuple(outcome["steps"]) for outcome in rest} == {(1, 4, 5)}
     assert sorted(os.listdir(path)) == ["1", "4", "5", "7", "notes.txt"]
 
 
@@ -77,8 +77,9 @@ def test_steps_that_no_manager_saved_stay(tmp_path):
 
 
 def test_ranks_fail_together_over_metrics_and_only_rank_0s_count(ranks, tmp_path):
-    for found in ranks.run(2, jobs.metrics_of_one_rank, str(tmp_path)):
-        assert found == ("rank 0 of 2: ValueError: metrics: loss: expected a number, got None", [2])
+    for error, steps in ranks.run(2, jobs.metrics_of_one_rank, str(tmp_path)):
+        assert error == "rank 0 of 2: ValueError: metrics: loss: expected a number, got None"
+        assert steps == [2]
 
 
 def test_a_load_takes_what_is_still_being_saved(tmp_path, monkeypatch):

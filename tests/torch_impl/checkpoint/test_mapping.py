@@ -27,12 +27,12 @@ def mapping(tmp_path: Path) -> str:
     return str(path)
 
 
-KINDS = {"decoder": ("decoder", "jax"), "fused": ("", "split")}
+MAPPINGS = {"decoder": ("decoder", "jax"), "fused": ("", "split")}
 
 
 @pytest.mark.fast_cases("decoder-optim_grads_params-float16-2")
 @pytest.mark.parametrize(
-    ("kind", "strategy", "dtype", "world"),
+    ("model_name", "strategy", "dtype", "world"),
     [
         ("fused", "optim_grads_params", "float8_e4m3fn", 4),
         ("decoder", "optim_grads_params", "float16", 2),
@@ -42,11 +42,11 @@ KINDS = {"decoder": ("decoder", "jax"), "fused": ("", "split")}
     ],
 )
 def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
-    ranks, tmp_path, mapping, kind, strategy, dtype, world
+    ranks, tmp_path, mapping, model_name, strategy, dtype, world
 ):
-    name, into = KINDS[kind]
+    name, into = MAPPINGS[model_name]
     name = name or mapping
-    args = (kind, strategy, dtype, name, str(tmp_path), world == 2)
+    args = (model_name, strategy, dtype, name, str(tmp_path), world == 2)
     empty = ranks.run(world, jobs.save_both, *args)
     if world == 4:
         assert max(empty) > 0, "expected a rank without rows of some parameter"
@@ -55,10 +55,10 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
     assert not verify(tmp_path / "mapped").problems
     # Loaded on other ranks the runs are one: states, train values, and the next steps.
     fewer = max(1, world // 2)
-    expected = ranks.run(fewer, jobs.go_on, kind, strategy, dtype, None, str(tmp_path / "plain"))
+    expected = ranks.run(fewer, jobs.go_on, model_name, strategy, dtype, None, str(tmp_path / "plain"))
     for path in ("mapped", "plain"):
-        found = ranks.run(fewer, jobs.go_on, kind, strategy, dtype, name, str(tmp_path / path))
-        for (state, *rest), (state_before, *rest_before) in zip(found, expected, strict=True):
+        loaded = ranks.run(fewer, jobs.go_on, model_name, strategy, dtype, name, str(tmp_path / path))
+        for (state, *rest), (state_before, *rest_before) in zip(loaded, expected, strict=True):
             assert state.keys() == state_before.keys()
             assert [n for n, a in state_before.items() if not np.array_equal(state[n], a)] == [], path
             assert rest == rest_before

@@ -19,7 +19,7 @@ from torch_impl.optimizer.moments import MomentFormat
 
 FLOAT8, WIDE_FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, FLOAT8, WIDE_FLOAT8]
-KINDS = {"exp_avg": False, "exp_avg_sq": True}
+MOMENTS = {"exp_avg": False, "exp_avg_sq": True}
 
 
 def made(dtype: torch.dtype, strategy: str = "optim_grads_params") -> tuple[nn.Module, MainWeightAdamW]:
@@ -39,16 +39,16 @@ def save(path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def converted(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What the whole state is in another format, parameter by parameter, from the definition."""
-    found = {name: value for name, value in state.items() if ".exp_avg" not in name}
+    tensors = {name: value for name, value in state.items() if ".exp_avg" not in name}
     for name in (name for name in state if f"{name}.exp_avg" in state):
         weight = state[name]
-        for key, positive in KINDS.items():
-            kind = MomentFormat(key, dtype, positive)
+        for key, positive in MOMENTS.items():
+            moment_format = MomentFormat(key, dtype, positive)
             values = state[f"{name}.{key}"].float() * state.get(f"{name}.{key}_scale", torch.ones(()))
-            new = kind.zeros(weight, False)
-            kind.encode(values, new[key], new.get(f"{key}_scale"), 0, 3)
-            found |= {f"{name}.{key}": value.float() for key, value in new.items()}
-    return found
+            new = moment_format.zeros(weight, False)
+            moment_format.encode(values, new[key], new.get(f"{key}_scale"), 0, 3)
+            tensors |= {f"{name}.{key}": value.float() for key, value in new.items()}
+    return tensors
 
 
 def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ def test_scales_that_lie_by_columns_are_read_where_they_lie(tmp_path: Path) -> N
     state = {}
     for name, param in model.named_parameters():
         state[name] = {"step": torch.tensor(3.0)}
-        for key in KINDS:
+        for key in MOMENTS:
             values = torch.rand(param.shape, generator=generator)
             state[name][key] = values
             if param.ndim > 1:
@@ -139,11 +139,11 @@ def test_scales_that_lie_by_columns_are_read_where_they_lie(tmp_path: Path) -> N
     tree = {"model": dict(model.state_dict()), "optimizer": {"state": state, "param_groups": groups}}
     dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)
     load_checkpoint(tmp_path / "a", model, optimizer, moments="convert")
-    for key, positive in KINDS.items():
-        kind = MomentFormat(key, FLOAT8, positive)
+    for key, positive in MOMENTS.items():
+        moment_format = MomentFormat(key, FLOAT8, positive)
         saved = state["weight"]
-        expected = kind.zeros(model.weight, False)
-        kind.encode(saved[key].float() * saved[f"{key}_scale"], *expected.values(), 0, 3)
+        expected = moment_format.zeros(model.weight, False)
+        moment_format.encode(saved[key].float() * saved[f"{key}_scale"], *expected.values(), 0, 3)
         for name, value in expected.items():
             assert same_bits(optimizer.state[model.weight][name], value)
     model(torch.ones(2, 6)).sum().backward()

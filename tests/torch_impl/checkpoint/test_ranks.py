@@ -105,8 +105,8 @@ def test_an_existing_destination_is_refused_by_all_ranks_with_one_error(ranks, t
 @pytest.mark.parametrize(("where", "rank"), [("write", 1), ("write", 0), ("plan", 2), ("commit", 0)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, where, rank):
     results = ranks.run(3, jobs.failing_save, str(tmp_path / "a"), where, rank)
-    for kind, text, left in results:
-        assert kind == "CheckpointError"
+    for error_name, text, left in results:
+        assert error_name == "CheckpointError"
         assert f"rank {rank}" in text
         assert os.strerror(errno.ENOSPC) in text
         assert left == []
@@ -115,8 +115,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tm
 
 
 def test_train_state_that_one_rank_cannot_save_is_an_error_on_all_and_nothing_is_written(ranks, tmp_path):
-    for kind, text in ranks.run(2, jobs.save_of_unequal_train_state, str(tmp_path / "a")):
-        assert kind == "ValueError"
+    for error_name, text in ranks.run(2, jobs.save_of_unequal_train_state, str(tmp_path / "a")):
+        assert error_name == "ValueError"
         assert "rank 1 of 2" in text
         assert "train.step: expected an int" in text
     assert os.listdir(tmp_path) == []
@@ -125,8 +125,8 @@ def test_train_state_that_one_rank_cannot_save_is_an_error_on_all_and_nothing_is
 def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks, tmp_path):
     path = str(tmp_path / "a")
     ranks.run(2, jobs.save_only, "decoder", "optim", path)
-    for kind, text, unchanged, loss in ranks.run(3, jobs.failing_load, path, "read", 1):
-        assert kind == "CheckpointError"
+    for error_name, text, unchanged, loss in ranks.run(3, jobs.failing_load, path, "read", 1):
+        assert error_name == "CheckpointError"
         assert "rank 1 of 3" in text
         assert os.strerror(errno.ENOSPC) in text
         assert unchanged
@@ -139,23 +139,25 @@ def test_a_truncated_file_fails_on_all_ranks_and_changes_nothing(ranks, tmp_path
     file = path / "__1_0.distcp"
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size // 2)
-    for kind, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(path), "read", -1):
-        assert kind == "CheckpointError"
+    for error_name, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(path), "read", -1):
+        assert error_name == "CheckpointError"
         assert "__1_0.distcp is truncated" in text
         assert unchanged
 
 
 def test_a_missing_directory_is_one_error_on_all_ranks(ranks, tmp_path):
-    for kind, text, unchanged, _ in ranks.run(2, jobs.failing_load, str(tmp_path / "missing"), "read", -1):
-        assert (kind, unchanged) == ("FileNotFoundError", True)
+    for error_name, text, unchanged, _ in ranks.run(
+        2, jobs.failing_load, str(tmp_path / "missing"), "read", -1
+    ):
+        assert (error_name, unchanged) == ("FileNotFoundError", True)
         assert "does not exist: expected a checkpoint there" in text
 
 
 def test_the_checkpoint_of_another_model_is_refused_with_the_names_that_differ(ranks, tmp_path):
     path = str(tmp_path / "a")
     ranks.run(2, jobs.save_only, "decoder", "no_shard", path)
-    for kind, text, unchanged in ranks.run(2, jobs.load_of_other_model, path):
-        assert (kind, unchanged) == ("CheckpointError", True)
+    for error_name, text, unchanged in ranks.run(2, jobs.load_of_other_model, path):
+        assert (error_name, unchanged) == ("CheckpointError", True)
         assert "25 missing: model.hollow, model.kernel" in text
         assert "unexpected: model.embed.weight, model.layers.0." in text
         assert "another model?" in text

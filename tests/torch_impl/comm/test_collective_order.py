@@ -63,7 +63,7 @@ def routed(strategy: str, routes: list[list[str]]) -> str:
 def test_units_that_ranks_call_in_other_orders_are_named(
     ranks: RankGroup, routes: list[str], strategy: str
 ) -> None:
-    said = ranks.run(2, routed, strategy, [[one] * 2 for one in routes], timeout=60)
+    said = ranks.run(2, routed, strategy, [[route] * 2 for route in routes], timeout=60)
     for rank, text in enumerate(said):
         assert f"on rank {rank}, but " in text
         assert f" on rank {1 - rank}: call the same units in the same order on all ranks" in text

@@ -122,21 +122,21 @@ def nonfinite(shape: tuple[int, ...], strategy: str) -> list[torch_impl.NonFinit
     poison(model.get_parameter("blocks.0.stack").grad, (1, 2, 6), -math.inf)
     poison(model.get_parameter("blocks.0.gain").grad, (), math.nan)
     poison(model.get_parameter("blocks.0.up.bias").grad, (3,), math.nan)
-    found = torch_impl.find_nonfinite(model)
-    assert [(one.kind, one.name, one.nan, one.inf, one.rows) for one in found] == [
+    records = torch_impl.find_nonfinite(model)
+    assert [(record.kind, record.name, record.nan, record.inf, record.rows) for record in records] == [
         ("gradient", "blocks.0.stack", 0, 1, ((1, 2),)),
         ("gradient", "blocks.0.gain", 1, 0, ((),)),
         ("gradient", "blocks.0.up.bias", 1, 0, ((3,),)),
         ("weight", "blocks.1.up.weight", 2, 1, ((0,), (5,))),
     ]
-    assert torch_impl.find_nonfinite(model, weights=False) == found[:3]
-    assert torch_impl.find_nonfinite(model, gradients=False) == found[3:]
+    assert torch_impl.find_nonfinite(model, weights=False) == records[:3]
+    assert torch_impl.find_nonfinite(model, gradients=False) == records[3:]
     (first,) = torch_impl.find_nonfinite(model, gradients=False, max_rows=1)
     assert (first.nan, first.inf, first.rows) == (2, 1, ((0,),))
     holds = local_of(model.get_parameter("blocks.0.stack").grad).isinf().any().item()
-    assert (dist.get_rank() in found[0].ranks) == holds
-    assert str(found[3]).startswith("weight blocks.1.up.weight: 2 NaN, 1 infinite, rows [0], [5] (ranks ")
-    return list(found)
+    assert (dist.get_rank() in records[0].ranks) == holds
+    assert str(records[3]).startswith("weight blocks.1.up.weight: 2 NaN, 1 infinite, rows [0], [5] (ranks ")
+    return list(records)
 
 
 @pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
@@ -163,9 +163,9 @@ def nonfinite_before_reduction() -> tuple[torch_impl.NonFinite, ...]:
 def test_before_reduction_the_rank_with_the_bad_data_is_named(ranks: RankGroup) -> None:
     reports = ranks.run(3, nonfinite_before_reduction)
     assert reports[0] == reports[1] == reports[2]
-    assert {one.kind for one in reports[0]} == {"unreduced gradient"}
-    assert {one.ranks for one in reports[0]} == {(1,)}
-    assert "head.weight" in {one.name for one in reports[0]}
+    assert {record.kind for record in reports[0]} == {"unreduced gradient"}
+    assert {record.ranks for record in reports[0]} == {(1,)}
+    assert "head.weight" in {record.name for record in reports[0]}
 
 
 def nonfinite_outputs() -> list[str]:
@@ -173,14 +173,14 @@ def nonfinite_outputs() -> list[str]:
     hook = None
     if dist.get_rank() == 1:
         hook = model.blocks[1].down.register_forward_hook(lambda *args: args[-1] / 0)
-    with torch_impl.watch_nonfinite_outputs(model) as found:
+    with torch_impl.watch_nonfinite_outputs(model) as records:
         local_loss(model).backward()
-    before = list(found)
+    before = list(records)
     if hook is not None:
         assert (before[0].kind, before[0].rows, before[0].ranks) == ("output", ((0,), (1,), (2,), (3,)), (1,))
     local_loss(model).backward()
-    assert found == before
-    return [one.name for one in found]
+    assert records == before
+    return [record.name for record in records]
 
 
 def test_the_first_output_that_is_not_finite_names_the_module_where_it_began(ranks: RankGroup) -> None:
@@ -213,15 +213,17 @@ def test_shared_memory_is_found_and_a_healthy_step_has_none(strategy: str) -> No
     first, second = model.get_parameter("embed.weight"), model.get_parameter("blocks.0.stack")
     if strategy == "no_shard":
         first.grad = torch_impl.dtensor.tensor.wrap_like(first, local_of(second).view(-1)[1:6].expand(9, 5))
-        (found,) = torch_impl.memory_overlaps(model)
-        assert {found.first, found.second} == {"gradient embed.weight", "weight blocks.0.stack"}
-        assert found.nbytes == 20
+        (overlap,) = torch_impl.memory_overlaps(model)
+        assert {overlap.first, overlap.second} == {"gradient embed.weight", "weight blocks.0.stack"}
+        assert overlap.nbytes == 20
     state = optimizer.state[first]
     state["exp_avg"] = torch_impl.dtensor.tensor.wrap_like(first, local_of(state["exp_avg_sq"]))
-    found = [one for one in torch_impl.memory_overlaps(model, optimizer) if "exp_avg" in one.first]
+    overlaps = [
+        overlap for overlap in torch_impl.memory_overlaps(model, optimizer) if "exp_avg" in overlap.first
+    ]
     numel = local_of(first).numel()
     labels = {"exp_avg of embed.weight", "exp_avg_sq of embed.weight"}
-    assert [({one.first, one.second}, one.nbytes) for one in found] == (
+    assert [({overlap.first, overlap.second}, overlap.nbytes) for overlap in overlaps] == (
         [(labels, 4 * numel)] if numel else []
     )
 
@@ -232,12 +234,12 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
     with torch_impl.count_collectives(model) as count:
         local_loss(model).backward()
         torch_impl.parameter_norms(model)
-    for kind, calls in count.calls.items():
-        assert calls == sum(value for (_, of), value in count.calls_of.items() if of == kind)
-    found = {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
+    for collective, calls in count.calls.items():
+        assert calls == sum(value for (_, of), value in count.calls_of.items() if of == collective)
+    calls_and_bytes = {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
     local_loss(model).backward()
     torch_impl.fully_shard(Block())
-    assert found == {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
+    assert calls_and_bytes == {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
     text = str(count).splitlines()
     assert text[0].split() == ["unit", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     assert text[-1].split()[0] == "total"
@@ -250,8 +252,8 @@ def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
         # Gradients have a flag for each parameter and shard.
         gradients = 4 * (group.padded_numel + group.num_shards * len(group.parameters))
         sizes |= {(unit.name, "all_gather"): 4 * group.padded_numel}
-        sizes |= {(unit.name, kind): gradients for kind in ("reduce_scatter", "all_reduce")}
-    return {key: (calls, nbytes / sizes.get(key, 1)) for key, (calls, nbytes) in found.items()}
+        sizes |= {(unit.name, collective): gradients for collective in ("reduce_scatter", "all_reduce")}
+    return {key: (calls, nbytes / sizes.get(key, 1)) for key, (calls, nbytes) in calls_and_bytes.items()}
 
 
 UNITS = ("", "blocks.0", "blocks.1")
@@ -267,14 +269,14 @@ UNITS = ("", "blocks.0", "blocks.1")
     ],
 )
 def test_collectives_are_counted_by_unit(ranks: RankGroup, strategy: str, expected: dict[str, int]) -> None:
-    want = {(unit, kind): (n, float(n)) for unit in UNITS for kind, n in expected.items()}
+    want = {(unit, collective): (n, float(n)) for unit in UNITS for collective, n in expected.items()}
     if strategy == "optim_grads_params":
         # The root keeps its weights for its backward.
         want["", "all_gather"] = (1, 1.0)
     if strategy != "no_shard":
         want["elsewhere", "all_reduce"] = (1, 8.0 * len(list(Toy().parameters())))
-    for found in ranks.run(2, counts, strategy):
-        assert found == want
+    for counted in ranks.run(2, counts, strategy):
+        assert counted == want
 
 
 @on_ranks(3)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed, values
+from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, distribute, placed, values
 from torch_impl.comm.mesh import shard_index
 from torch_impl.dtensor.local import (
     is_partial,
@@ -60,8 +60,8 @@ def literal_shards() -> list[object]:
     mesh = init_device_mesh("cpu", (2, 2))
     m, n = mesh.get_coordinate()
     full = torch.arange(12.0).view(6, 2)
-    over_two = place(full, Cut((2, 2), axes=2), mesh)
-    over_one = place(full, Cut((2, 2), axes=1), mesh)
+    over_two = distribute(full, Cut((2, 2), axes=2), mesh)
+    over_one = distribute(full, Cut((2, 2), axes=1), mesh)
     assert row_bounds_of(over_two) == (0, 3, 4, 4, 6)
     assert row_bounds_of(over_one) == (0, 3, 6)
     assert over_two.placements == (RowShard((0, 3, 4, 4, 6), 2),) * 2
@@ -151,7 +151,7 @@ def clip(grads: list[tuple[torch.Tensor, RowDTensor]], foreach: bool | None, nor
 @on_ranks(4)
 def test_the_norm_of_a_tensor_without_elements_is_what_torch_says(foreach: bool) -> None:
     full = torch.zeros(0, 4)
-    tensor = place(full, Cut((2, 2), axes=2), init_device_mesh("cpu", (2, 2)))
+    tensor = distribute(full, Cut((2, 2), axes=2), init_device_mesh("cpu", (2, 2)))
     for norm_type in (1.0, 2.0, float("inf")):
         outcomes = []
         for grad in (full, tensor):
@@ -168,7 +168,7 @@ def test_a_nan_on_any_rank_of_two_axes_is_the_result_on_all() -> None:
     for row in range(7):
         full = values((7, 3))
         full[row, 1] = float("nan")
-        tensor = place(full, Cut((2, 2), axes=2), mesh)
+        tensor = distribute(full, Cut((2, 2), axes=2), mesh)
         results = [tensor.max(), tensor.min(), tensor.norm(), torch.linalg.vector_norm(tensor, float("inf"))]
         assert all(result.isnan() for result in results), row
 
@@ -177,7 +177,7 @@ def test_a_nan_on_any_rank_of_two_axes_is_the_result_on_all() -> None:
 def test_gradients_unreduced_over_any_axis_cannot_be_read() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = values((6, 2))
-    (r0, r1), bounds = row_range_of(place(full, Cut((2, 2)), mesh)), (0, 3, 6)
+    (r0, r1), bounds = row_range_of(distribute(full, Cut((2, 2)), mesh)), (0, 3, 6)
     for partial in (
         make_partial(full.clone(), mesh, full.shape, True),
         make_partial(full[r0:r1].clone(), mesh, full.shape, True, bounds=bounds, axes=1),
@@ -230,8 +230,8 @@ def test_cuts_that_do_not_fit_the_mesh_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    across = place(full, Cut((2, 2), axes=2), mesh)
-    within = place(full, Cut((2, 2), axes=1), mesh)
+    across = distribute(full, Cut((2, 2), axes=2), mesh)
+    within = distribute(full, Cut((2, 2), axes=1), mesh)
     with pytest.raises(RuntimeError, match="expected tensors of one shape and placement"):
         across + within
     with pytest.raises(
@@ -251,7 +251,7 @@ def dcp_tensors(cuts: list[Cut], zeros: bool) -> dict[str, RowDTensor]:
             cut = cuts[index % len(cuts)]
             if source.fits(shape) and cut.fits(shape):
                 full = torch.zeros(shape) if zeros else values(shape, index)
-                tensors[f"{index}.{shape}"] = place(full, cut, meshes[cut])
+                tensors[f"{index}.{shape}"] = distribute(full, cut, meshes[cut])
     return tensors
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.dtensor_cuts import Cut, place, values
+from tests.support.torch_impl.dtensor_cuts import Cut, distribute, values
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
@@ -41,17 +41,21 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], tuple[dict[s
 def tensors(cuts: list[Cut], seed: int) -> list[tuple[torch.Tensor, RowDTensor]]:
     meshes = [cut.mesh() for cut in cuts]
     full = [values(shape, seed + index) for index, shape in enumerate(SHAPES)]
-    return [(one, place(one, cut, mesh)) for cut, mesh in zip(cuts, meshes, strict=True) for one in full]
+    return [
+        (tensor, distribute(tensor, cut, mesh))
+        for cut, mesh in zip(cuts, meshes, strict=True)
+        for tensor in full
+    ]
 
 
 def train(
-    kind: type[torch.optim.Optimizer],
+    optimizer_class: type[torch.optim.Optimizer],
     options: dict[str, Any],
     forms: tuple[dict[str, bool], ...],
     cuts: list[Cut],
 ) -> None:
     steps = [tensors(cuts, seed) for seed in (0, 100, 200, 300)]
-    if kind is torch.optim.Rprop:
+    if optimizer_class is torch.optim.Rprop:
         # It indexes with a mask, which of a scalar is read as a number.
         steps = [[pair for pair in pairs if pair[0].ndim] for pairs in steps]
     for form in forms:
@@ -59,8 +63,8 @@ def train(
         sharded = [nn.Parameter(tensor.clone()) for _, tensor in steps[0]]
         versions = [local_of(param)._version for param in sharded]
         reference, optimizer = (
-            kind(plain, lr=0.1, **options, **form),
-            kind(sharded, lr=0.1, **options, **form),
+            optimizer_class(plain, lr=0.1, **options, **form),
+            optimizer_class(sharded, lr=0.1, **options, **form),
         )
         for grads in steps[1:]:
             for param, mine, (full, tensor) in zip(plain, sharded, grads, strict=True):
@@ -88,8 +92,12 @@ USUAL = (torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rp
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if kind in USUAL else pytest.mark.slow, id=f"{kind.__name__}{case}")
-        for case, (kind, *_) in enumerate(OPTIMIZERS)
+        pytest.param(
+            case,
+            marks=() if optimizer_class in USUAL else pytest.mark.slow,
+            id=f"{optimizer_class.__name__}{case}",
+        )
+        for case, (optimizer_class, *_) in enumerate(OPTIMIZERS)
     ],
 )
 def test_optimizers_update_tensors_of_all_meshes_as_whole_ones(ranks: RankGroup, case: int) -> None:
@@ -98,10 +106,13 @@ def test_optimizers_update_tensors_of_all_meshes_as_whole_ones(ranks: RankGroup,
 
 def refused_optimizers() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    for kind, way_out in ((torch.optim.LBFGS, "full_tensor"), (torch.optim.Muon, "MainWeightMuon")):
+    for optimizer_class, way_out in (
+        (torch.optim.LBFGS, "full_tensor"),
+        (torch.optim.Muon, "MainWeightMuon"),
+    ):
         full = values((7, 3))
-        param = nn.Parameter(place(full, Cut((4,)), mesh))
-        optimizer = kind([param], lr=0.1)
+        param = nn.Parameter(distribute(full, Cut((4,)), mesh))
+        optimizer = optimizer_class([param], lr=0.1)
 
         def closure(param: nn.Parameter = param) -> torch.Tensor:
             param.grad = torch.ones_like(param)
@@ -110,7 +121,7 @@ def refused_optimizers() -> None:
         with pytest.raises(RuntimeError, match=rf"is not supported on .*, placed as .* use {way_out}"):
             optimizer.step(closure)
     tensor = nn.Parameter(
-        place(full, Cut((2, 2), tensor_parallel=(Shard(1),)), init_device_mesh("cpu", (2, 2)))
+        distribute(full, Cut((2, 2), tensor_parallel=(Shard(1),)), init_device_mesh("cpu", (2, 2)))
     )
     tensor.grad = torch.ones_like(tensor)
     with pytest.raises(RuntimeError, match=r"aten.new_zeros.default is not supported on .*, placed as"):
@@ -131,8 +142,8 @@ def test_gradient_scaling_skips_the_step_of_all_ranks_when_one_overflows(
     for cut in MESHES:
         mesh = cut.mesh()
         full = [values((7, 3), 1), values((5,), 2)]
-        plain = [nn.Parameter(one.clone()) for one in full]
-        sharded = [nn.Parameter(place(one, cut, mesh)) for one in full]
+        plain = [nn.Parameter(tensor.clone()) for tensor in full]
+        sharded = [nn.Parameter(distribute(tensor, cut, mesh)) for tensor in full]
         made = []
         for params in (plain, sharded):
             optimizer = torch.optim.AdamW(params, lr=0.1, **form)
@@ -146,7 +157,7 @@ def test_gradient_scaling_skips_the_step_of_all_ranks_when_one_overflows(
                 scaler.scale(torch.tensor(1.0))
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = (
-                        place(grad, cut, mesh) if isinstance(param.data, RowDTensor) else grad.clone()
+                        distribute(grad, cut, mesh) if isinstance(param.data, RowDTensor) else grad.clone()
                     )
                 if unscale:
                     scaler.unscale_(optimizer)

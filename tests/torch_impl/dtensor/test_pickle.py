@@ -32,21 +32,21 @@ def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
     path = str(tmp_path)
     file = Path(path) / f"rank-{dist.get_rank()}"
     for cut, full, tensor in placed(few=few):
-        for given in (tensor, nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)):
-            torch.save({"weight": given}, file)
+        for weight in (tensor, nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)):
+            torch.save({"weight": weight}, file)
             for made in (
-                pickle.loads(pickle.dumps(given)),
+                pickle.loads(pickle.dumps(weight)),
                 torch.load(file, weights_only=True)["weight"],
                 torch.load(file, weights_only=False)["weight"],
-                copy.deepcopy(given),
+                copy.deepcopy(weight),
             ):
                 assert type(made) is RowDTensor, cut
-                assert isinstance(made, nn.Parameter) == isinstance(given, nn.Parameter)
-                assert made.requires_grad == given.requires_grad
+                assert isinstance(made, nn.Parameter) == isinstance(weight, nn.Parameter)
+                assert made.requires_grad == weight.requires_grad
                 assert (made.placements, made.shape, made.device_mesh) == (
-                    given.placements,
-                    given.shape,
-                    given.device_mesh,
+                    weight.placements,
+                    weight.shape,
+                    weight.device_mesh,
                 )
                 assert torch.equal(local_of(made), local_of(tensor)), cut
                 assert torch.equal(made.full_tensor(), full), cut
@@ -58,18 +58,20 @@ def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
     assert (stack, stack.shape) == (RowShard((0, 1, 1, 3, 6)), (2, 3, 4))
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(sharding: str) -> nn.Module:
     """A scalar would be refused by FSDP2."""
-    if kind == "fsdp2":
+    if sharding == "fsdp2":
         model = Toy()
         for block in model.blocks:
             block.gain = nn.Parameter(block.gain.detach().view(1))
             fsdp.fully_shard(block)
         return fsdp.fully_shard(model)
-    if kind == "hfsdp":
+    if sharding == "hfsdp":
         return sharded_toy(strategy="hfsdp", mesh=init_device_mesh("cpu", (2, 1)))
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, store_param_remainders=True)
-    return sharded_toy(strategy="optim_grads", mp_policy=policy) if kind == "remainders" else sharded_toy()
+    return (
+        sharded_toy(strategy="optim_grads", mp_policy=policy) if sharding == "remainders" else sharded_toy()
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -92,8 +94,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def saved(kind: str, optimizer: str, path: str) -> list[torch.Tensor]:
-    model = model_of(kind)
+def saved(sharding: str, optimizer: str, path: str) -> list[torch.Tensor]:
+    model = model_of(sharding)
     ours = OPTIMIZERS[optimizer](model.parameters())
     train(model, ours, range(2))
     torch.save(model.state_dict(), f"{path}/model-{dist.get_rank()}.pt")
@@ -102,9 +104,9 @@ def saved(kind: str, optimizer: str, path: str) -> list[torch.Tensor]:
     return [param.full_tensor().detach().float() for param in model.parameters()]
 
 
-def resumed(kind: str, optimizer: str, path: str, assign: bool) -> list[torch.Tensor]:
+def resumed(sharding: str, optimizer: str, path: str, assign: bool) -> list[torch.Tensor]:
     """In new process groups, as after a restart."""
-    model = model_of(kind)
+    model = model_of(sharding)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -117,7 +119,7 @@ def resumed(kind: str, optimizer: str, path: str, assign: bool) -> list[torch.Te
 
 @pytest.mark.fast_cases("sharded-main", "remainders-main", "sharded-float8")
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
+    ("sharding", "optimizer"),
     [
         ("fsdp2", "adamw"),
         ("sharded", "adamw"),
@@ -128,12 +130,12 @@ def resumed(kind: str, optimizer: str, path: str, assign: bool) -> list[torch.Te
     ],
 )
 def test_a_run_goes_on_bit_for_bit_from_what_each_rank_saved(
-    ranks: RankGroup, tmp_path: Path, kind: str, optimizer: str
+    ranks: RankGroup, tmp_path: Path, sharding: str, optimizer: str
 ) -> None:
-    wanted = ranks.run(2, saved, kind, optimizer, str(tmp_path))
-    for assign in (False, True) if kind == "sharded" and optimizer == "adamw" else (False,):
-        found = ranks.run(2, resumed, kind, optimizer, str(tmp_path), assign)
-        for got, want in zip(found[0], wanted[0], strict=True):
+    wanted = ranks.run(2, saved, sharding, optimizer, str(tmp_path))
+    for assign in (False, True) if sharding == "sharded" and optimizer == "adamw" else (False,):
+        weights = ranks.run(2, resumed, sharding, optimizer, str(tmp_path), assign)
+        for got, want in zip(weights[0], wanted[0], strict=True):
             assert torch.equal(got, want)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import init
 
 from tests.support.ranks import on_ranks
-from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed
+from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, distribute, placed
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -57,7 +57,7 @@ def test_values_come_from_the_first_rank_and_otherwise_seeded_ranks_keep_their_g
     mesh = init_device_mesh("cpu", (2, 2))
     for axes in (0, 1, 2):
         full = torch.zeros(7, 3)
-        tensor = place(full, Cut((2, 2), axes=axes), mesh)
+        tensor = distribute(full, Cut((2, 2), axes=axes), mesh)
         torch.manual_seed(5)
         want = [full.clone().normal_(), full.clone().uniform_()]
         last = torch.get_rng_state()
@@ -82,7 +82,7 @@ def test_values_come_from_the_first_rank_and_otherwise_seeded_ranks_keep_their_g
 def test_a_generator_given_by_the_caller_is_used() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.zeros(7, 3)
-    tensor = place(full, Cut((2, 2), axes=2), mesh)
+    tensor = distribute(full, Cut((2, 2), axes=2), mesh)
     default = torch.get_rng_state()
     generator = torch.Generator().manual_seed(8)
     for fill in (lambda t, g: t.normal_(generator=g), lambda t, g: init.trunc_normal_(t, generator=g)):
@@ -113,7 +113,7 @@ def test_reset_parameters_of_torch_modules_draws_what_it_draws_unsharded() -> No
         whole, sharded = build(), build()
         for module in sharded.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(place(torch.zeros(param.shape), cut, mesh)))
+                setattr(module, name, nn.Parameter(distribute(torch.zeros(param.shape), cut, mesh)))
         for model in (whole, sharded):
             torch.manual_seed(21)
             for module in model.modules():
@@ -127,8 +127,8 @@ def test_reset_parameters_of_torch_modules_draws_what_it_draws_unsharded() -> No
 
 @on_ranks(4)
 def test_initializers_that_need_the_whole_tensor_say_what_to_do() -> None:
-    tensor = place(torch.ones(8, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
-    stack = place(torch.ones(3, 3, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
+    tensor = distribute(torch.ones(8, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
+    stack = distribute(torch.ones(3, 3, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
     assert torch.equal(init.dirac_(stack).full_tensor(), init.dirac_(torch.empty(3, 3, 3)))
     for fill in (
         lambda: init.orthogonal_(tensor),

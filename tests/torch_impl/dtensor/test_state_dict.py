@@ -102,8 +102,8 @@ def test_whole_state_dicts_load(broadcast: bool, strategy: str) -> None:
     set_optimizer_state_dict(model, optimizer, moments, options=options)
     for step in range(2):
         torch.testing.assert_close(model(torch.arange(4)), reference(torch.arange(4)))
-        for one, its in ((model, optimizer), (reference, expected)):
-            one(torch.arange(step, step + 4)).sum().backward()
+        for module, its in ((model, optimizer), (reference, expected)):
+            module(torch.arange(step, step + 4)).sum().backward()
             its.step()
             its.zero_grad()
     assert_same_weights(model, reference)
@@ -123,8 +123,8 @@ def test_a_model_on_the_meta_device_gets_memory_and_values(broadcast: bool, stra
     set_model_state_dict(model, reference.state_dict() if mine else {}, options=options)
     assert_same_weights(model, reference, rtol=0, atol=0)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for one, its in ((model, optimizer), (reference, expected)):
-        one(torch.arange(4)).sum().backward()
+    for module, its in ((model, optimizer), (reference, expected)):
+        module(torch.arange(4)).sum().backward()
         its.step()
     assert_same_weights(model, reference)
 

@@ -206,7 +206,7 @@ def test_what_depends_on_the_cut_raises() -> None:
 @on_ranks(3)
 def test_element_wise_torch_optimizers_and_gradient_clipping_work() -> None:
     mesh = init_device_mesh("cpu", (3,))
-    for kind, options in (
+    for optimizer_class, options in (
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         (torch.optim.AdamW, {"lr": 0.1}),
         (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
@@ -219,13 +219,20 @@ def test_element_wise_torch_optimizers_and_gradient_clipping_work() -> None:
         (torch.optim.ASGD, {"lr": 0.1}),
     ):
         for how in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            if "fused" in how and kind not in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):
+            if "fused" in how and optimizer_class not in (
+                torch.optim.SGD,
+                torch.optim.AdamW,
+                torch.optim.Adam,
+            ):
                 continue
             pairs = all_cuts(mesh)
             plain = [nn.Parameter(full.clone()) for full, _ in pairs]
             sharded = [nn.Parameter(tensor) for _, tensor in pairs]
             versions = [local_of(param)._version for param in sharded]
-            expected, optimizer = kind(plain, **options, **how), kind(sharded, **options, **how)
+            expected, optimizer = (
+                optimizer_class(plain, **options, **how),
+                optimizer_class(sharded, **options, **how),
+            )
             for step in range(3):
                 grads = all_cuts(mesh, seed=step + 7)
                 for param, mine, (full, tensor) in zip(plain, sharded, grads, strict=True):
@@ -240,7 +247,7 @@ def test_element_wise_torch_optimizers_and_gradient_clipping_work() -> None:
                     param.detach(),
                     rtol=1e-5,
                     atol=1e-6,
-                    msg=lambda text, k=kind, h=how: f"{k} {h}: {text}",
+                    msg=lambda text, k=optimizer_class, h=how: f"{k} {h}: {text}",
                 )
             # Ranks without rows count the change too.
             assert all(local_of(p)._version > v for p, v in zip(sharded, versions, strict=True))
@@ -327,7 +334,7 @@ def test_gradients_flow_back_through_to_local() -> None:
 @on_ranks(3)
 def test_expanded_and_shared_gradients_of_local_rows_become_the_parameters_own() -> None:
     mesh = init_device_mesh("cpu", (3,))
-    for kind, options in (
+    for optimizer_class, options in (
         (torch_impl.MainWeightAdamW, {}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.AdamW, {"foreach": True}),
@@ -338,9 +345,9 @@ def test_expanded_and_shared_gradients_of_local_rows_become_the_parameters_own()
         # The gradient of a sum is one number with strides of zero.
         (plain.sum() * 3).backward()
         (sharded.to_local().sum() * 3).backward()
-        reference = torch.optim.AdamW if kind is torch_impl.MainWeightAdamW else kind
+        reference = torch.optim.AdamW if optimizer_class is torch_impl.MainWeightAdamW else optimizer_class
         reference([plain], lr=0.1, weight_decay=0.0, **options).step()
-        kind([sharded], lr=0.1, weight_decay=0.0, **options).step()
+        optimizer_class([sharded], lr=0.1, weight_decay=0.0, **options).step()
         assert torch.equal(whole(sharded.grad), torch.full_like(full, 3.0))
         torch.testing.assert_close(whole(sharded), plain.detach(), rtol=1e-6, atol=1e-7)
     # Autograd hands the one gradient of a sum of two tensors to both.

@@ -138,10 +138,10 @@ def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(few: b
             version = local_of(tensor)._version
             made, wanted = parts(view(tensor)), parts(view(full))
             assert len(made) == len(wanted), name
-            for one, want in zip(made, wanted, strict=True):
-                assert type(one) is RowDTensor, name
-                assert one.shape == want.shape, (name, cut)
-                assert torch.equal(one.full_tensor(), want), (name, cut)
+            for part, want in zip(made, wanted, strict=True):
+                assert type(part) is RowDTensor, name
+                assert part.shape == want.shape, (name, cut)
+                assert torch.equal(part.full_tensor(), want), (name, cut)
             assert local_of(tensor)._version == version, name
             made[0].mul_(-2)
             wanted[0].mul_(-2)
@@ -176,7 +176,7 @@ def test_reductions_along_a_dimension_and_new_tensors_are_those_of_whole_tensors
                     rtol=1e-6,
                     atol=1e-7,
                     equal_nan=True,
-                    msg=lambda found, text=text: f"{text}: {found}",
+                    msg=lambda message, text=text: f"{text}: {message}",
                 )
 
 
@@ -187,9 +187,9 @@ def refused() -> set[str]:
         for name, (dims, attempt) in REFUSED.items():
             if full.ndim not in dims or (full.ndim > 1 and min(full.shape) == 1):
                 continue
-            for one in (tensor, nn.Parameter(tensor)):
+            for operand in (tensor, nn.Parameter(tensor)):
                 try:
-                    answer = f"answered {attempt(one)!r}"
+                    answer = f"answered {attempt(operand)!r}"
                 except Exception as error:
                     answer = f"{type(error).__name__}: {error}"
                 if "use full_tensor()" not in answer or not answer.startswith("RuntimeError"):
@@ -216,13 +216,13 @@ def beside_torch() -> list[str]:
             if 2 not in dims:
                 continue
             try:
-                wanted = [one.full_tensor() for one in parts(compute(theirs))]
+                wanted = [part.full_tensor() for part in parts(compute(theirs))]
             except Exception:  # torch refuses what it lacks by many types
                 continue
             answered.append(name)
-            for one, want in zip(parts(compute(ours)), wanted, strict=True):
-                one = one.full_tensor() if isinstance(one, DTensor) else one
-                assert_close(one, want, equal_nan=True, msg=lambda found, text=name: f"{text}: {found}")
+            for part, want in zip(parts(compute(ours)), wanted, strict=True):
+                part = part.full_tensor() if isinstance(part, DTensor) else part
+                assert_close(part, want, equal_nan=True, msg=lambda message, text=name: f"{text}: {message}")
     return answered
 
 
@@ -281,6 +281,6 @@ def test_operators_that_write_elements_are_those_of_whole_tensors(few: bool) -> 
                 wanted,
                 rtol=1e-6,
                 atol=1e-7,
-                msg=lambda found, text=text: f"{text}: {found}",
+                msg=lambda message, text=text: f"{text}: {message}",
             )
             assert local_of(made)._version > version, name

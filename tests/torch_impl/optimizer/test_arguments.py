@@ -82,14 +82,14 @@ def test_what_has_no_parameters_is_named(made: Callable[..., Any], params: Any, 
 @pytest.mark.parametrize("made", EVERY)
 def test_all_that_torch_takes_for_parameters_is_taken(made: Callable[..., Any]) -> None:
     model = nn.Linear(2, 3)
-    for given in (
+    for params in (
         model.parameters(),
         list(model.parameters()),
         model.named_parameters(),
         [{"params": model.parameters(), "lr": 0.5}],
         [{"params": model.weight}, {"params": [model.bias]}],
     ):
-        optimizer = made(given, lr=torch.tensor(0.1))
-        assert {id(one) for group in optimizer.param_groups for one in group["params"]} == {
-            id(one) for one in model.parameters()
+        optimizer = made(params, lr=torch.tensor(0.1))
+        assert {id(param) for group in optimizer.param_groups for param in group["params"]} == {
+            id(param) for param in model.parameters()
         }

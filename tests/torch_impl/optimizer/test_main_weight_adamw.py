@@ -41,8 +41,8 @@ def bitwise(strategy: str) -> tuple[int, int]:
         set_gradients(reference, step)
         for row, param in zip(rows, model.parameters(), strict=True):
             row.grad = local_of(param.grad).clone()
-        for one in (optimizer, on_rows, on_whole):
-            one.step()
+        for opt in (optimizer, on_rows, on_whole):
+            opt.step()
         for param, row, want in zip(model.parameters(), rows, reference.parameters(), strict=True):
             assert torch.equal(local_of(param), row)
             torch.testing.assert_close(whole(param), want.detach(), rtol=1e-6, atol=1e-6)
@@ -92,22 +92,24 @@ def test_ordinary_tensors_are_updated_like_fused_adamw(dtype: torch.dtype) -> No
 def groups_and_schedules() -> None:
     model, reference = sharded_toy(), Toy()
 
-    def build(target: nn.Module, kind: type[torch.optim.Optimizer], **options: bool) -> torch.optim.Optimizer:
+    def build(
+        target: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: bool
+    ) -> torch.optim.Optimizer:
         decayed = [param for param in target.parameters() if param.ndim >= 2]
         rest = [param for param in target.parameters() if param.ndim < 2]
-        return kind(
+        return optimizer_class(
             [{"params": decayed, "weight_decay": 0.5}, {"params": rest, "lr": 1e-3}], lr=1e-2, **options
         )
 
     optimizers = [build(model, torch_impl.MainWeightAdamW), build(reference, torch.optim.AdamW, fused=True)]
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=4) for one in optimizers]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=4) for opt in optimizers]
     for step in range(4):
         set_gradients(model, step)
         set_gradients(reference, step)
         if step == 2:  # a parameter without gradient keeps its weight and its step count
             model.head.weight.grad = reference.head.weight.grad = None
-        for one in (*optimizers, *schedules):
-            one.step()
+        for stepped in (*optimizers, *schedules):
+            stepped.step()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param), want.detach(), rtol=1e-6, atol=1e-7)
     assert optimizers[0].state[model.head.weight]["step"].item() == 3
@@ -235,14 +237,14 @@ def test_an_ordinary_state_dict_survives_torch_save() -> None:
 )
 def test_state_of_another_kind_of_optimizer_is_refused_by_name(other: Any, named: str) -> None:
     model = Toy()
-    given = other(model.parameters())
+    source = other(model.parameters())
     set_gradients(model, 0)
-    given.step()
+    source.step()
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), **OPTIONS)
     optimizer.step()
     before = optimizer.state_dict()
     with pytest.raises(ValueError, match="expected") as raised:
-        optimizer.load_state_dict(given.state_dict())
+        optimizer.load_state_dict(source.state_dict())
     assert named in str(raised.value)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     # With the state as it was, it goes on.

@@ -48,12 +48,12 @@ def placed(name: str, **more: Any) -> Toy:
 
 def matrices_of(model: nn.Module) -> list[list[nn.Parameter]]:
     """Of each parameter of two dimensions or more, its matrices, as parameters of their own."""
-    found = []
+    matrices = []
     for param in model.parameters():
         if param.ndim >= 2:
             parts = param.detach().reshape(-1, *param.shape[-2:]).unbind()
-            found.append([nn.Parameter(part.clone()) for part in parts])
-    return found
+            matrices.append([nn.Parameter(part.clone()) for part in parts])
+    return matrices
 
 
 class Reference:
@@ -95,8 +95,8 @@ def bitwise_in_rounds(name: str, options: dict[str, Any], offload: float) -> tup
     reference = Reference(Toy(), **OPTIONS, **options)
     optimizer = MainWeightMuon(model.parameters(), **OPTIONS, **options, offload_fraction=offload)
     for step in range(4):
-        for one in (model, reference.model):
-            random_gradients(one, step)
+        for module in (model, reference.model):
+            random_gradients(module, step)
         with count_collectives() as count:
             optimizer.step()
         reference.step()
@@ -121,7 +121,7 @@ def test_updates_equal_muon_of_whole_matrices_bit_for_bit(ranks: RankGroup, name
     results = ranks.run(4, bitwise, name, {}, 0.0, 1 << 22)
     if name != "no_shard":
         assert any(empty for empty, _ in results), "no rank had an empty shard: the test proves too little"
-    calls = {found["calls"] for _, found in results}
+    calls = {counts["calls"] for _, counts in results}
     # Out and back over each axis that cuts rows, in one round.
     expected = {"no_shard": 0, "tensor": 0, "hfsdp": 4, "both axes": 4}.get(name, 2)
     assert calls == {expected}
@@ -140,10 +140,10 @@ def test_every_option_is_torch_s(ranks: RankGroup, options: dict[str, Any]) -> N
 
 
 def test_small_rounds_and_offload_change_nothing_but_the_calls(ranks: RankGroup) -> None:
-    one = ranks.run(2, bitwise, "optim_grads_params", {}, 0.0, 1 << 22)
+    single = ranks.run(2, bitwise, "optim_grads_params", {}, 0.0, 1 << 22)
     many = ranks.run(2, bitwise, "optim_grads_params", {}, 1.0, 1)
-    assert many[0][1]["calls"] > one[0][1]["calls"] == 2
-    assert many[0][1]["bytes"] == one[0][1]["bytes"]
+    assert many[0][1]["calls"] > single[0][1]["calls"] == 2
+    assert many[0][1]["bytes"] == single[0][1]["bytes"]
 
 
 def trained(name: str) -> list[torch.Tensor]:
@@ -205,9 +205,9 @@ def test_state_of_torch_muon_is_taken_over() -> None:
     stock, mine = torch.optim.Muon(others, **OPTIONS), MainWeightMuon(params, **OPTIONS)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        for one, other in zip(params, others, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
+        for param, other in zip(params, others, strict=True):
+            param.grad = torch.randn(param.shape, generator=generator)
+            other.grad = param.grad.clone()
         if step == 2:
             state = copy.deepcopy(stock.state_dict())
             for group, own in zip(state["param_groups"], mine.state_dict()["param_groups"], strict=True):
@@ -259,9 +259,9 @@ def test_owners_are_balanced_and_rounds_bounded() -> None:
     owners = balanced(costs, [0.0, 3.0, 0.0])
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(3)]
     assert max(loads[0], loads[1] + 3, loads[2]) == 9
-    found = rounds([0, 0, 1, 0, 1], [4, 4, 9, 2, 1], 6)
-    assert sorted(itertools.chain(*found)) == list(range(5))
-    for turn in found:
+    turns = rounds([0, 0, 1, 0, 1], [4, 4, 9, 2, 1], 6)
+    assert sorted(itertools.chain(*turns)) == list(range(5))
+    for turn in turns:
         for owner in (0, 1):
             own = [number for number in turn if [0, 0, 1, 0, 1][number] == owner]
             assert len(own) < 2 or sum([4, 4, 9, 2, 1][number] for number in own) <= 6
@@ -269,12 +269,12 @@ def test_owners_are_balanced_and_rounds_bounded() -> None:
 
 @pytest.mark.parametrize(("shape", "bounds"), [((5, 3), (0, 0, 2, 5)), ((3, 2, 4), (0, 3, 3, 5, 6))])
 def test_rows_of_matrices_by_shard(shape: tuple[int, ...], bounds: tuple[int, ...]) -> None:
-    found = rows_by_shard(shape, bounds)
+    matrices = rows_by_shard(shape, bounds)
     owners: Sequence[int] = [
         next(s for s, (a, b) in enumerate(itertools.pairwise(bounds)) if a <= row < b)
         for row in range(bounds[-1])
     ]
-    for number, rows in enumerate(found):
+    for number, rows in enumerate(matrices):
         held = owners[number * shape[-2] : (number + 1) * shape[-2]]
         assert list(rows) == [held.count(shard) for shard in range(len(bounds) - 1)]
-    assert sum(map(sum, found)) == math.prod(shape[:-1])
+    assert sum(map(sum, matrices)) == math.prod(shape[:-1])

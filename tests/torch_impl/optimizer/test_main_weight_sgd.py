@@ -32,8 +32,8 @@ def bitwise(strategy: str, name: str) -> int:
     optimizer = MainWeightSGD(model.parameters(), **OPTIONS[name])
     expected = torch.optim.SGD(reference.parameters(), **OPTIONS[name])
     for step in range(6):
-        for one in (model, reference):
-            random_gradients(one, step)
+        for module in (model, reference):
+            random_gradients(module, step)
         optimizer.step()
         expected.step()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
@@ -66,8 +66,8 @@ def test_ordinary_tensors_are_updated_like_sgd(dtype: torch.dtype, name: str) ->
     optimizer = MainWeightSGD(mine.parameters(), **OPTIONS[name])
     expected = torch.optim.SGD(other.parameters(), foreach=True, **OPTIONS[name])
     for step in range(4):
-        for one in (mine, other):
-            random_gradients(one, step)
+        for module in (mine, other):
+            random_gradients(module, step)
         optimizer.step()
         expected.step()
     for param, want in zip(mine.parameters(), other.parameters(), strict=True):
@@ -84,18 +84,18 @@ def test_half_precision_weights_are_updated_in_float32_and_rounded_once(
     expected = torch.optim.SGD(exact.parameters(), foreach=True, **OPTIONS[name])
     for step in range(4):
         random_gradients(mine, step)
-        for param, one in zip(mine.parameters(), exact.parameters(), strict=True):
-            one.grad = param.grad.float()
+        for param, exact_param in zip(mine.parameters(), exact.parameters(), strict=True):
+            exact_param.grad = param.grad.float()
         optimizer.step()
         expected.step()
-        for param, one in zip(mine.parameters(), exact.parameters(), strict=True):
-            assert torch.equal(param.detach(), one.detach().bfloat16())
-            one.data.copy_(param)
+        for param, exact_param in zip(mine.parameters(), exact.parameters(), strict=True):
+            assert torch.equal(param.detach(), exact_param.detach().bfloat16())
+            exact_param.data.copy_(param)
             if name != "plain":
                 kept = optimizer.state[param]["momentum_buffer"]
                 assert kept.dtype == momentum
-                assert torch.equal(kept, expected.state[one]["momentum_buffer"].to(momentum))
-                expected.state[one]["momentum_buffer"].copy_(kept)
+                assert torch.equal(kept, expected.state[exact_param]["momentum_buffer"].to(momentum))
+                expected.state[exact_param]["momentum_buffer"].copy_(kept)
 
 
 def test_gradients_are_left_alone() -> None:
@@ -103,7 +103,7 @@ def test_gradients_are_left_alone() -> None:
     random_gradients(model, 0)
     before = [param.grad.clone() for param in model.parameters()]
     MainWeightSGD(model.parameters(), **OPTIONS["nesterov"]).step()
-    assert all(torch.equal(param.grad, one) for param, one in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -111,20 +111,22 @@ def test_low_precision_momentum_is_that_of_float32_rounded_in_each_step(dtype: t
     model, reference = Toy(), Toy()
     optimizer = MainWeightSGD(model.parameters(), **OPTIONS["momentum"], momentum_dtype=dtype)
     expected = torch.optim.SGD(reference.parameters(), **OPTIONS["momentum"])
-    (kind,) = optimizer._formats
+    (moment_format,) = optimizer._formats
     for step in range(5):
-        for one in (model, reference):
-            random_gradients(one, step)
+        for module in (model, reference):
+            random_gradients(module, step)
         optimizer.step()
         expected.step()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param, want)
             moment = expected.state[want]["momentum_buffer"]
-            stored = kind.zeros(want, False)
-            kind.encode(moment.clone(), stored["momentum_buffer"], stored.get("momentum_buffer_scale"), 0, 0)
+            stored = moment_format.zeros(want, False)
+            moment_format.encode(
+                moment.clone(), stored["momentum_buffer"], stored.get("momentum_buffer_scale"), 0, 0
+            )
             for key, value in stored.items():
                 assert torch.equal(optimizer.state[param][key].float(), value.float())
-            kind.decode(stored["momentum_buffer"], stored.get("momentum_buffer_scale"), moment)
+            moment_format.decode(stored["momentum_buffer"], stored.get("momentum_buffer_scale"), moment)
 
 
 def continued(path: str, dtype: torch.dtype, strategy: str, saves: bool) -> list[torch.Tensor]:
@@ -166,8 +168,8 @@ def test_state_of_torch_sgd_is_taken_over_as_one_past_its_first_step() -> None:
     model.load_state_dict(other.state_dict())
     mine = MainWeightSGD(model.parameters(), **OPTIONS["dampening"])
     mine.load_state_dict(copy.deepcopy(stock.state_dict()))
-    for one in (model, other):
-        random_gradients(one, 1)
+    for module in (model, other):
+        random_gradients(module, 1)
     mine.step()
     stock.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -193,10 +195,10 @@ def test_momentum_may_be_switched_on_and_off() -> None:
     reference = copy.deepcopy(model)
     optimizer, expected = MainWeightSGD(model.parameters()), torch.optim.SGD(reference.parameters())
     for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0, 0.9)):
-        for one, own in ((optimizer, model), (expected, reference)):
-            one.param_groups[0]["momentum"] = momentum
+        for opt, own in ((optimizer, model), (expected, reference)):
+            opt.param_groups[0]["momentum"] = momentum
             random_gradients(own, step)
-            one.step()
+            opt.step()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param, want)
 

@@ -77,23 +77,23 @@ def test_l2_is_applied_in_every_kind_of_update(options: dict[str, Any]) -> None:
 
 def uncorrected(weight: np.ndarray, grads: list[np.ndarray], l2: bool) -> np.ndarray:
     """Adam in the precision of ``weight``, as the docstring of ``optimizer.update`` has it, without correction."""
-    kind = weight.dtype.type
+    scalar = weight.dtype.type
     b1, b2 = HOW["betas"]
     lr, eps, decay = HOW["lr"], HOW["eps"], HOW["weight_decay"]
     m, v = np.zeros_like(weight), np.zeros_like(weight)
 
     def fma(x: Any, y: Any, z: Any) -> np.ndarray:
-        return np.asarray(np.longdouble(x) * np.longdouble(y) + np.longdouble(z), kind)
+        return np.asarray(np.longdouble(x) * np.longdouble(y) + np.longdouble(z), scalar)
 
     w = weight
     for g in grads:
         if l2:
-            g = fma(w, kind(decay), g)
+            g = fma(w, scalar(decay), g)
         else:
-            w = w * kind(1 - lr * decay)
-        m = fma(kind(1 - b1), g - m, m)
-        v = fma(kind(1 - b2) * g, g, v * kind(b2))
-        w = w + (kind(-lr) * m) / (np.sqrt(v) + kind(eps))
+            w = w * scalar(1 - lr * decay)
+        m = fma(scalar(1 - b1), g - m, m)
+        v = fma(scalar(1 - b2) * g, g, v * scalar(b2))
+        w = w + (scalar(-lr) * m) / (np.sqrt(v) + scalar(eps))
     return w
 
 
@@ -139,9 +139,9 @@ def test_modes_belong_to_groups_and_are_restored_with_them() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     other = MainWeightAdamW([{"params": mine[:1]}, {"params": mine[1:]}], **HOW)
     other.load_state_dict(saved)
-    for one in (other, pickle.loads(pickle.dumps(optimizer))):
-        assert [group["adam_w_mode"] for group in one.param_groups] == [False, True]
-        assert [group["bias_correction"] for group in one.param_groups] == [True, False]
+    for restored in (other, pickle.loads(pickle.dumps(optimizer))):
+        assert [group["adam_w_mode"] for group in restored.param_groups] == [False, True]
+        assert [group["bias_correction"] for group in restored.param_groups] == [True, False]
     for group in saved["param_groups"]:
         del group["adam_w_mode"], group["bias_correction"]
     older = MainWeightAdamW(
@@ -152,10 +152,12 @@ def test_modes_belong_to_groups_and_are_restored_with_them() -> None:
         assert (group["adam_w_mode"], group["bias_correction"]) == (False, False)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_state_of_torchs_adam_and_adamw_goes_on_as_what_it_was(kind: type[torch.optim.Adam]) -> None:
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_state_of_torchs_adam_and_adamw_goes_on_as_what_it_was(
+    optimizer_class: type[torch.optim.Adam],
+) -> None:
     mine, theirs = weights(), weights()
-    expected = kind(theirs, fused=True, **HOW)
+    expected = optimizer_class(theirs, fused=True, **HOW)
     optimizer = MainWeightAdamW(mine)
     for step in range(4):
         with_gradients(theirs, step)

@@ -42,8 +42,8 @@ def sharded(
     dtype: torch.dtype, second: torch.dtype | None = None, **options: object
 ) -> tuple[Toy, MainWeightAdamW]:
     model = sharded_toy(**{"strategy": "optim_grads_params", **options})
-    kinds = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype if second is None else second}
-    return model, MainWeightAdamW(model.parameters(), **OPTIONS, **kinds)
+    dtypes = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype if second is None else second}
+    return model, MainWeightAdamW(model.parameters(), **OPTIONS, **dtypes)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
@@ -117,21 +117,21 @@ def against_reference(dtype: torch.dtype) -> tuple[bool, bool]:
         for index, (param, row) in enumerate(zip(model.parameters(), rows, strict=True)):
             state = optimizer.state[param]
             assert same_bits(local_of(param).detach(), row.detach())
-            for kind, key in enumerate(("exp_avg", "exp_avg_sq")):
-                value, found = moments[kind][index], local_of(state[key])
+            for order, key in enumerate(("exp_avg", "exp_avg_sq")):
+                value, moment = moments[order][index], local_of(state[key])
                 assert type(state[key]) is RowDTensor
                 assert state[key].placements == param.placements
                 if dtype == torch.bfloat16:
-                    assert same_bits(found, value.bfloat16())
-                    value.copy_(found)
+                    assert same_bits(moment, value.bfloat16())
+                    value.copy_(moment)
                 elif param.ndim < 2:
-                    assert same_bits(found, value)
+                    assert same_bits(moment, value)
                     assert f"{key}_scale" not in state
                 elif row.numel():
-                    dithered = kind == 1 and dtype in MANTISSA
+                    dithered = order == 1 and dtype in MANTISSA
                     turn = turns(*row.shape, row_range_of(param)[0], step) if dithered else None
                     stored, scale = stored_as(value, dtype, turn)
-                    assert same_bits(found, stored)
+                    assert same_bits(moment, stored)
                     assert same_bits(local_of(state[f"{key}_scale"]), scale)
                     value.copy_(stored.float() * scale)
     ranges = [row_range_of(param) for param in model.parameters() if param.ndim >= 2]
@@ -143,9 +143,9 @@ def against_reference(dtype: torch.dtype) -> tuple[bool, bool]:
 def test_ten_updates_equal_fused_adamw_in_float32_with_moments_rounded_after_each(
     ranks: RankGroup, dtype: torch.dtype
 ) -> None:
-    found = ranks.run(4, against_reference, dtype)
-    assert any(empty for empty, _ in found), "no rank had an empty shard: the test proves too little"
-    assert any(inside for _, inside in found), "no rank began inside a parameter: the test proves too little"
+    shards = ranks.run(4, against_reference, dtype)
+    assert any(empty for empty, _ in shards), "no rank had an empty shard: the test proves too little"
+    assert any(inside for _, inside in shards), "no rank began inside a parameter: the test proves too little"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, FLOAT8, WIDE_FLOAT8])
@@ -198,9 +198,9 @@ def test_a_gradient_that_is_not_a_number_stays_visible() -> None:
 
 
 def test_float8_second_moments_follow_changes_far_below_their_spacing() -> None:
-    kind = MomentFormat("exp_avg_sq", FLOAT8, positive=True)
+    moment_format = MomentFormat("exp_avg_sq", FLOAT8, positive=True)
     weight = torch.zeros(16, 64)
-    state = kind.zeros(weight, False)
+    state = moment_format.zeros(weight, False)
     stored, scale = state["exp_avg_sq"], state["exp_avg_sq_scale"]
     gradient = torch.rand(16, 64, generator=torch.Generator().manual_seed(0)) + 0.5
     exact = torch.zeros_like(weight)
@@ -210,13 +210,13 @@ def test_float8_second_moments_follow_changes_far_below_their_spacing() -> None:
         now[:, 0] = 2.0
         now[:, 1:] /= 3 if step > 2000 else 1
         value = torch.empty_like(weight)
-        kind.decode(stored, scale, value)
-        kind.encode(value.mul_(0.999).add_(0.001 * now**2), stored, scale, 0, step)
+        moment_format.decode(stored, scale, value)
+        moment_format.encode(value.mul_(0.999).add_(0.001 * now**2), stored, scale, 0, step)
         exact.mul_(0.999).add_(0.001 * now**2)
-    found = stored.float() * scale
+    decoded = stored.float() * scale
     # Rounding to nearest would have left them where they were, up to nine times too large.
-    assert abs((found / exact).mean().item() - 1) < 0.12
-    assert ((found / exact - 1).abs() < 0.35).all()
+    assert abs((decoded / exact).mean().item() - 1) < 0.12
+    assert ((decoded / exact - 1).abs() < 0.35).all()
 
 
 def bytes_of_moments(dtype: torch.dtype) -> tuple[int, int]:
@@ -239,8 +239,8 @@ def bytes_of_moments(dtype: torch.dtype) -> tuple[int, int]:
 def test_moments_take_the_bytes_of_their_dtype_and_of_a_scale_per_row(
     ranks: RankGroup, dtype: torch.dtype
 ) -> None:
-    for found, expected in ranks.run(3, bytes_of_moments, dtype):
-        assert found == expected
+    for nbytes, expected in ranks.run(3, bytes_of_moments, dtype):
+        assert nbytes == expected
 
 
 def whole_state(model: nn.Module, optimizer: MainWeightAdamW) -> dict[str, torch.Tensor]:
@@ -393,8 +393,8 @@ def test_float64_parameters_have_float64_moments_and_are_updated_in_float64() ->
     for step in range(10):
         grad = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         mine.grad, theirs.grad, low.grad = grad, grad.clone(), grad.clone()
-        for one in (optimizer, expected, rounded):
-            one.step()
+        for opt in (optimizer, expected, rounded):
+            opt.step()
     assert same_bits(mine.detach(), theirs.detach())
     assert (
         optimizer.state[mine]["exp_avg"].dtype == optimizer.state[mine]["exp_avg_sq"].dtype == torch.float64
@@ -421,18 +421,18 @@ def test_half_precision_parameters_are_updated_in_float32_and_rounded_once() -> 
 
 
 def test_a_checkpoint_with_moments_of_other_dtypes_is_refused_with_a_hint(tmp_path: Path) -> None:
-    def run(**kinds: torch.dtype) -> tuple[nn.Module, MainWeightAdamW]:
+    def run(**dtypes: torch.dtype) -> tuple[nn.Module, MainWeightAdamW]:
         model = nn.Linear(4, 3)
-        optimizer = MainWeightAdamW(model.parameters(), **kinds)
+        optimizer = MainWeightAdamW(model.parameters(), **dtypes)
         optimizer.init_state()
         return model, optimizer
 
     save_checkpoint(tmp_path / "a", *run())
-    for kinds in ({"exp_avg_dtype": torch.bfloat16}, {"exp_avg_sq_dtype": FLOAT8}):
+    for dtypes in ({"exp_avg_dtype": torch.bfloat16}, {"exp_avg_sq_dtype": FLOAT8}):
         with pytest.raises(
             CheckpointError, match=r"another format than the optimizer.s exp_avg_dtype and exp_avg_sq_dtype"
         ):
-            load_checkpoint(tmp_path / "a", *run(**kinds))
+            load_checkpoint(tmp_path / "a", *run(**dtypes))
 
 
 @on_ranks(3)
@@ -495,16 +495,16 @@ def test_other_dtypes_are_refused(option: str, dtype: torch.dtype) -> None:
 def full_moments(dtype: torch.dtype) -> bool:
     model, optimizer = sharded(dtype)
     train(model, optimizer, range(1))
-    found = []
+    equal = []
     for param in model.parameters():
         moment = optimizer.state[param]["exp_avg"]
         own = local_of(moment)
         first, stop = row_range_of(param)
         gathered = full_tensor(moment)
-        found.append(
+        equal.append(
             gathered.dtype == moment.dtype and same_bits(gathered.view(-1, *own.shape[1:])[first:stop], own)
         )
-    return all(found)
+    return all(equal)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT8, WIDE_FLOAT8])

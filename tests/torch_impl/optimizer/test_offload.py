@@ -61,9 +61,11 @@ class LateTransfers(Transfers):
             copy.fill_(float("nan"))
 
 
-def sharded(kind: str, fraction: float, seed_lr: float = 3e-2) -> tuple[Toy, MainWeightAdamW]:
+def sharded(dtype_name: str, fraction: float, seed_lr: float = 3e-2) -> tuple[Toy, MainWeightAdamW]:
     model = sharded_toy(strategy="optim_grads_params")
-    return model, MainWeightAdamW(model.parameters(), lr=seed_lr, **DTYPES[kind], offload_fraction=fraction)
+    return model, MainWeightAdamW(
+        model.parameters(), lr=seed_lr, **DTYPES[dtype_name], offload_fraction=fraction
+    )
 
 
 def run(model: nn.Module, optimizer: MainWeightAdamW, steps: range) -> None:
@@ -82,18 +84,18 @@ def assert_same(model: nn.Module, optimizer: MainWeightAdamW, other: nn.Module, 
             assert getattr(mine[key], "placements", None) == getattr(theirs[key], "placements", None)
 
 
-def trained_with_and_without(kind: str, path: str) -> None:
-    plain, its = sharded(kind, 0.0)
+def trained_with_and_without(dtype_name: str, path: str) -> None:
+    plain, its = sharded(dtype_name, 0.0)
     run(plain, its, range(4))
     save_checkpoint(f"{path}-plain", plain, its, {"step": 4})
     for fraction in (0.3, 1.0):
-        model, optimizer = sharded(kind, fraction)
+        model, optimizer = sharded(dtype_name, fraction)
         run(model, optimizer, range(4))
         assert_same(model, optimizer, plain, its)
         save_checkpoint(f"{path}-{fraction}", model, optimizer, {"step": 4})
-        other, loaded = sharded(kind, 1.0 - fraction / 2, 9.0)
+        other, loaded = sharded(dtype_name, 1.0 - fraction / 2, 9.0)
         load_checkpoint(f"{path}-{fraction}", other, loaded)
-        again, by_dict = sharded(kind, fraction, 9.0)
+        again, by_dict = sharded(dtype_name, fraction, 9.0)
         again.load_state_dict(plain.state_dict())
         by_dict.load_state_dict(its.state_dict())
         for state in by_dict.state.values():
@@ -114,29 +116,29 @@ def stored(path: Path) -> tuple[dict[str, bytes], tuple[object, object]]:
 
 
 @pytest.mark.fast_cases("bfloat16")
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("dtype_name", DTYPES)
 def test_offload_changes_neither_results_nor_a_byte_of_a_checkpoint(
-    ranks: RankGroup, tmp_path: Path, kind: str
+    ranks: RankGroup, tmp_path: Path, dtype_name: str
 ) -> None:
-    ranks.run(4, trained_with_and_without, kind, str(tmp_path / "a"))
+    ranks.run(4, trained_with_and_without, dtype_name, str(tmp_path / "a"))
     plain, entries = stored(tmp_path / "a-plain")
     assert len(plain) == 4
     for fraction in ("0.3", "1.0"):
-        found, its_entries = stored(tmp_path / f"a-{fraction}")
-        assert found.keys() == plain.keys()
-        assert [name for name in plain if found[name] != plain[name]] == []
+        files, its_entries = stored(tmp_path / f"a-{fraction}")
+        assert files.keys() == plain.keys()
+        assert [name for name in plain if files[name] != plain[name]] == []
         assert its_entries == entries
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("dtype_name", DTYPES)
 def test_results_are_right_when_every_copy_is_made_as_late_as_the_waits_allow(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    monkeypatch: pytest.MonkeyPatch, dtype_name: str
 ) -> None:
     monkeypatch.setattr(pieces, "CHUNK", 40)
     late = LateTransfers()
     models = [Toy(), Toy()]
     plain, offloaded = (
-        MainWeightAdamW(model.parameters(), **DTYPES[kind], offload_fraction=fraction)
+        MainWeightAdamW(model.parameters(), **DTYPES[dtype_name], offload_fraction=fraction)
         for model, fraction in zip(models, (0.0, 1.0), strict=True)
     )
     monkeypatch.setattr("torch_impl.optimizer.main_weight.transfers_for", lambda device: late)

@@ -34,12 +34,12 @@ def test_a_tensor_learning_rate_and_maximize_act_as_in_torch(maximize: bool) -> 
     rates = [torch.tensor(0.1) for _ in range(2)]
     optimizer = MainWeightAdamW(mine, lr=rates[0], maximize=maximize)
     expected = torch.optim.AdamW(theirs, lr=rates[1], maximize=maximize, fused=True)
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in (optimizer, expected)]
+    schedules = [torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5) for opt in (optimizer, expected)]
     for step in range(5):
         with_gradients(mine, step)
         with_gradients(theirs, step)
-        for one in (optimizer, expected, *schedules):
-            one.step()
+        for stepped in (optimizer, expected, *schedules):
+            stepped.step()
     assert optimizer.param_groups[0]["lr"] is rates[0]
     assert rates[0].item() == rates[1].item() != 0.1
     for param, want in zip(mine, theirs, strict=True):
@@ -52,8 +52,8 @@ def test_groups_added_later_are_updated_with_their_own_options() -> None:
     expected = torch.optim.AdamW(theirs[:1], lr=0.1, fused=True)
     for step in range(4):
         if step == 2:
-            for one, params in ((optimizer, mine), (expected, theirs)):
-                one.add_param_group({"params": params[1:], "lr": 0.01, "weight_decay": 0.5})
+            for opt, params in ((optimizer, mine), (expected, theirs)):
+                opt.add_param_group({"params": params[1:], "lr": 0.01, "weight_decay": 0.5})
         with_gradients(mine, step)
         with_gradients(theirs, step)
         optimizer.step()
@@ -137,7 +137,7 @@ def test_load_hooks_see_the_true_state_before_and_after() -> None:
         lambda _, loaded: seen.append(loaded["state"][0]["exp_avg"].dtype)
     )
     optimizer.register_load_state_dict_post_hook(
-        lambda one: seen.append(next(iter(one.state.values()))["exp_avg"].dtype)
+        lambda opt: seen.append(next(iter(opt.state.values()))["exp_avg"].dtype)
     )
     for _ in range(2):
         optimizer.load_state_dict(source.state_dict())
@@ -160,7 +160,7 @@ def test_the_state_before_any_step_loads_without_touching_a_weight() -> None:
     assert fresh.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
 def test_a_copied_optimizer_of_ordinary_parameters_goes_on_alike(how: object) -> None:
     params = weights()
     optimizer = MainWeightAdamW(params, lr=0.1, exp_avg_dtype=torch.float16, offload_fraction=1.0)
@@ -182,15 +182,15 @@ def test_parameters_and_state_that_a_program_replaces_are_the_ones_updated() -> 
     optimizer = MainWeightAdamW(mine, lr=0.1)
     expected = torch.optim.AdamW(theirs, lr=0.1, fused=True)
     for step in range(8):
-        for (param,), one in ((mine, optimizer), (theirs, expected)):
+        for (param,), opt in ((mine, optimizer), (theirs, expected)):
             if step == 2:
                 param.data = param.data.clone()
             if step == 4:
-                one.state[param] = {key: value.clone() for key, value in one.state[param].items()}
+                opt.state[param] = {key: value.clone() for key, value in opt.state[param].items()}
             if step == 6:
-                one.state.pop(param)
+                opt.state.pop(param)
             with_gradients([param], step)
-            one.step()
+            opt.step()
     assert torch.equal(mine[0], theirs[0])
     mine[0].grad = None
     mine[0].data = mine[0].data.double()

@@ -40,9 +40,11 @@ def test_the_bits_are_the_same_however_tensors_are_cut(
     whole = trained(dtype, torch.bfloat16)
     for size in (16, 100, 3000):
         monkeypatch.setattr(pieces, "CHUNK", size)
-        for one, other in zip(trained(dtype, torch.bfloat16, offload_fraction=fraction), whole, strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        for tensor, other in zip(
+            trained(dtype, torch.bfloat16, offload_fraction=fraction), whole, strict=True
+        ):
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def test_tensors_with_gaps_are_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:

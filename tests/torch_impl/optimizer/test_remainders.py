@@ -74,11 +74,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """This rank's bits of float32 weights and moments."""
-    found = {name: bits(param) for name, param in model.named_parameters()}
+    tensors = {name: bits(param) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}.{key}"] = bits(value)
-    return found
+            tensors[f"{name}.{key}"] = bits(value)
+    return tensors
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -87,7 +87,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def run_both(strategy: str, microbatches: int, options: dict[str, Any]) -> dict[str, Any]:
-    found = []
+    runs = []
     for remainders in (False, True):
         model, optimizer = made(remainders, strategy, **options)
         optimizer.init_state()
@@ -95,8 +95,8 @@ def run_both(strategy: str, microbatches: int, options: dict[str, Any]) -> dict[
         losses = train(model, optimizer, range(20), microbatches)
         report = model.memory_report(optimizer)
         assert memory_overlaps(model, optimizer) == ()
-        found.append((begin, losses, state(model, optimizer), report, model))
-    (begin, losses, end, wide, _), (begin2, losses2, end2, narrow, model) = found
+        runs.append((begin, losses, state(model, optimizer), report, model))
+    (begin, losses, end, wide, _), (begin2, losses2, end2, narrow, model) = runs
     groups = [group for unit in model._units(True) for group in unit.groups]
     own = sum(group._group_spec.levels.size(group.strategy.optimizer) for group in groups)
     return {
@@ -127,8 +127,8 @@ def run_both(strategy: str, microbatches: int, options: dict[str, Any]) -> dict[
 def test_a_run_has_the_bits_of_float32_main_weights_at_two_bytes_an_own_element_less(
     ranks: RankGroup, world: int, strategy: str, microbatches: int, options: dict[str, Any]
 ) -> None:
-    for found in ranks.run(world, run_both, strategy, microbatches, options):
-        assert found == {
+    for facts in ranks.run(world, run_both, strategy, microbatches, options):
+        assert facts == {
             "begin": True,
             "losses": True,
             "end": True,
@@ -237,12 +237,12 @@ def test_an_update_needs_memory_for_one_chunk_whatever_the_size(ranks: RankGroup
 
 def contents(path: Path) -> dict[str, Any]:
     """All of a checkpoint's files, but for the path and the random number that DCP puts into its metadata."""
-    found: dict[str, Any] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+    files: dict[str, Any] = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
     metadata = dcp.FileSystemReader(path).read_metadata()
-    found[".metadata"] = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
-    if "twinshard_manifest.json" in found:
-        found["twinshard_manifest.json"] = json.loads(found["twinshard_manifest.json"])["tensors"]
-    return found
+    files[".metadata"] = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
+    if "twinshard_manifest.json" in files:
+        files["twinshard_manifest.json"] = json.loads(files["twinshard_manifest.json"])["tensors"]
+    return files
 
 
 def save_both(directory: str) -> list[bool]:
@@ -273,8 +273,8 @@ def save_both(directory: str) -> list[bool]:
 def test_checkpoints_are_those_of_float32_main_weights_and_load_into_either(
     ranks: RankGroup, tmp_path: Path
 ) -> None:
-    for found in ranks.run(2, save_both, str(tmp_path)):
-        assert all(found), found
+    for equal in ranks.run(2, save_both, str(tmp_path)):
+        assert all(equal), equal
     for prefix in ("", "plain-"):
         left, right = (contents(tmp_path / f"{prefix}{which}") for which in (False, True))
         assert left.keys() == right.keys()
@@ -300,8 +300,8 @@ def save_under_a_mapping(directory: str) -> list[bool]:
 
 
 def test_a_mapping_translates_the_float32_weights(ranks: RankGroup, tmp_path: Path) -> None:
-    for found in ranks.run(2, save_under_a_mapping, str(tmp_path)):
-        assert all(found)
+    for equal in ranks.run(2, save_under_a_mapping, str(tmp_path)):
+        assert all(equal)
     left, right = contents(tmp_path / "False"), contents(tmp_path / "True")
     assert {name for name in left if left[name] != right[name]} == set()
 
@@ -310,8 +310,8 @@ def edit_in_turn() -> list[str]:
     """What differs after which edit; a rank that raises would leave the others waiting."""
     model, optimizer = made(True)
     wide, its = made(False)
-    for one, its_optimizer in ((model, optimizer), (wide, its)):
-        train(one, its_optimizer, range(2))
+    for module, its_optimizer in ((model, optimizer), (wide, its)):
+        train(module, its_optimizer, range(2))
     params, twins = dict(model.named_parameters()), dict(wide.named_parameters())
 
     wrong: list[str] = []
@@ -332,12 +332,12 @@ def edit_in_turn() -> list[str]:
     values = {
         name: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for name, p in params.items()
     }
-    for one in (model, wide):
-        one.load_state_dict(values)
+    for module in (model, wide):
+        module.load_state_dict(values)
     agree("load_state_dict")
     values = {name: value * 3 for name, value in values.items()}
-    for one in (model, wide):
-        set_model_state_dict(one, dict(values), options=StateDictOptions(full_state_dict=True))
+    for module in (model, wide):
+        set_model_state_dict(module, dict(values), options=StateDictOptions(full_state_dict=True))
     agree("set_model_state_dict")
     with torch.no_grad():
         for chosen in (params, twins):
@@ -376,30 +376,30 @@ def test_edits_write_to_the_float32_weights(ranks: RankGroup) -> None:
 def edit_under_a_gather() -> list[bool]:
     model, optimizer = made(True)
     train(model, optimizer, range(1))
-    param, found = model.head.weight, []
+    param, equal = model.head.weight, []
     for write in (lambda: param.mul_(2.0), lambda: optimizer.step()):
         # A gather is due.
         with torch.no_grad():
             param.add_(1.0)
-        for one in model.parameters():
-            one.grad = torch.ones_like(one, dtype=torch.float32)
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight, dtype=torch.float32)
         handle = model.unshard(async_op=True)
         with torch.no_grad():
             write()
         written = bits(param)
         handle.wait()
         model.reshard()
-        found.append(torch.equal(bits(param), written))
+        equal.append(torch.equal(bits(param), written))
         model.unshard()
         whole_weight = model.head.weight.detach().clone()
         model.reshard()
-        found.append(torch.equal(whole_weight, whole(param)))
-    return found
+        equal.append(torch.equal(whole_weight, whole(param)))
+    return equal
 
 
 def test_a_write_beside_a_gather_is_not_overwritten(ranks: RankGroup) -> None:
-    for found in ranks.run(2, edit_under_a_gather):
-        assert found == [True] * 4
+    for equal in ranks.run(2, edit_under_a_gather):
+        assert equal == [True] * 4
 
 
 def stale_backward(strategy: str) -> str:
@@ -419,8 +419,8 @@ def stale_backward(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_a_backward_through_weights_that_were_written_to_raises(ranks: RankGroup, strategy: str) -> None:
-    for found in ranks.run(2, stale_backward, strategy):
-        assert "modified by an inplace operation" in found
+    for message in ranks.run(2, stale_backward, strategy):
+        assert "modified by an inplace operation" in message
 
 
 def init_on_meta() -> bool:
@@ -447,13 +447,13 @@ def test_weights_initialized_after_the_meta_device_are_the_same(ranks: RankGroup
 
 
 def refusals(directory: str) -> dict[str, str]:
-    found = {}
+    errors = {}
 
     def note(name: str, call: Any) -> None:
         try:
             call()
         except BaseException as error:  # DCP's CheckpointException is no Exception
-            found[name] = f"{type(error).__name__}: {error}"
+            errors[name] = f"{type(error).__name__}: {error}"
 
     model, _ = made(True)
     params = list(model.parameters())
@@ -465,8 +465,8 @@ def refusals(directory: str) -> dict[str, str]:
     dcp.save(model.state_dict(), checkpoint_id=directory)
     note("load", lambda: dcp.load(model.state_dict(), checkpoint_id=directory))
 
-    def shard(given: MixedPrecisionPolicy, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        return lambda: fully_shard(nn.Linear(4, 4, dtype=dtype), mp_policy=given, **options)
+    def shard(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return lambda: fully_shard(nn.Linear(4, 4, dtype=dtype), mp_policy=mp_policy, **options)
 
     half = MixedPrecisionPolicy(torch.float16, store_param_remainders=True)
     quantized = MixedPrecisionPolicy(torch.bfloat16, gather_dtype="mxfp8", store_param_remainders=True)
@@ -476,7 +476,7 @@ def refusals(directory: str) -> dict[str, str]:
     note("offload", shard(policy(True), strategy="optim", offload_policy=CPUOffloadPolicy()))
     note("float8", shard(quantized, strategy="optim"))
     shard(MixedPrecisionPolicy(store_param_remainders=True), torch.bfloat16, strategy="optim")()
-    return found
+    return errors
 
 
 def test_other_optimizers_and_unsuitable_units_are_refused(ranks: RankGroup, tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def test_other_optimizers_and_unsuitable_units_are_refused(ranks: RankGroup, tmp
         "offload": "NotImplementedError: .*CPUOffloadPolicy",
         "float8": "NotImplementedError: .*gather_dtype='mxfp8'",
     }
-    for found in ranks.run(2, refusals, str(tmp_path / "plain")):
-        assert found.keys() == expected.keys()
+    for errors in ranks.run(2, refusals, str(tmp_path / "plain")):
+        assert errors.keys() == expected.keys()
         for name, pattern in expected.items():
-            assert re.search(pattern, found[name], re.DOTALL), found[name]
+            assert re.search(pattern, errors[name], re.DOTALL), errors[name]

@@ -72,8 +72,8 @@ def test_whole_matrices_train_as_on_one_device(shape: tuple[int, ...], strategy:
         axes = {"no_shard": 0, "hfsdp": 2}.get(strategy, 1)
         assert counts == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": axes * len(model.layers)}
         expected.step()
-        for one in (optimizer, expected):
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.zero_grad()
         for name, param in reference.named_parameters():
             assert torch.equal(whole(model.get_parameter(name)), param.detach()), (step, name)
     assert_same_weights(model, reference)
@@ -124,7 +124,7 @@ def test_products_with_other_tensors_are_refused() -> None:
     """Matrices on different ranks or meshes, plain ones, and vectors have no product here."""
     model = sharded((4,), "optim_grads_params")
     first, second = model.layers[1].weight, model.layers[2].weight
-    held = [sum(bound == 0 for bound in one.placements[0].bounds) for one in (first, second)]
+    held = [sum(bound == 0 for bound in param.placements[0].bounds) for param in (first, second)]
     assert held[0] != held[1]
     elsewhere = sharded((2, 2), "hfsdp").layers[1].weight
     assert elsewhere.placements[0].bounds == first.placements[0].bounds
@@ -144,10 +144,10 @@ def test_norms_answer_full_tensor() -> None:
     model, plain = sharded((4,), "optim_grads_params"), nn.Linear(3, 1)
     # The last one's norms are sums over two ranks, not over all four.
     others = [sharded((2, 2), strategy) for strategy in ("hfsdp", "hsdp")]
-    for one in (model, *others):
-        one(rank_inputs()[dist.get_rank()]).square().sum().backward()
+    for module in (model, *others):
+        module(rank_inputs()[dist.get_rank()]).square().sum().backward()
     plain(torch.ones(2, 3)).sum().backward()
-    params = [param for one in (model, *others, plain) for param in one.parameters()]
+    params = [param for module in (model, *others, plain) for param in module.parameters()]
     grads = [whole(p.grad) if isinstance(p.grad, DTensor) else p.grad.clone() for p in params]
     for foreach in (False, True):
         for order in (2.0, float("inf")):

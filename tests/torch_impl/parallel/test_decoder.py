@@ -81,7 +81,7 @@ def ends_cut(style: str) -> int:
         ParallelPolicy(("embed",), "tp", "rowwise" if style == "colwise" else "colwise"),
     )
     model, reference = cut_decoder({"dp": 2, "tp": 2}, *ends), decoder()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference)]
     assert_trains_like_one_process(model, reference, optimizers, range(2), 2)
     with torch_impl.count_collectives(model) as count:
         loss_of(model, rows(0).chunk(2)[dist.get_rank() // 2]).backward()

@@ -125,7 +125,7 @@ def trains(name: str, folder: str) -> None:
     mesh = {"dp": WORLD // 2 ** len(axes), **dict.fromkeys(axes, 2)}
     model, reference = net(), net()
     policy(*entries, units=("attention", "mlp"), **mesh).apply(model)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, reference)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in (model, reference)]
     replicas = mesh["dp"]
     replica = dist.get_rank() // (WORLD // replicas)
     for step in range(3):
@@ -135,9 +135,9 @@ def trains(name: str, folder: str) -> None:
             torch.testing.assert_close(
                 whole(param.grad), other.grad, msg=lambda m, p=path: f"{p}: {m}", **EXACT
             )
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         for (path, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(
                 whole(param), other.detach(), msg=lambda m, p=path: f"{p}: {m}", **EXACT
@@ -253,9 +253,9 @@ def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> N
     policy(up, down).apply(model)
     rows = torch.arange(8.0 * WIDTH, dtype=torch.float64).view(8, WIDTH).sin()
     for trained in (False, True, True):
-        for one, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
-            one.gate.requires_grad_(trained)
-            one(x).square().mean().backward()
+        for module, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
+            module.gate.requires_grad_(trained)
+            module(x).square().mean().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), other.grad, **EXACT)
 

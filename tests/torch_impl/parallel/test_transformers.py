@@ -44,11 +44,11 @@ SIZES = {
 }
 
 
-def built(kind: str) -> torch.nn.Module:
+def built(family: str) -> torch.nn.Module:
     import transformers
 
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**SIZES)
     ).double()
     torch.manual_seed(3)
     with torch.no_grad():
@@ -58,23 +58,23 @@ def built(kind: str) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @on_ranks(4)
-def test_gradients_are_those_of_one_process(kind: str) -> None:
-    model, reference = built(kind), built(kind)
+def test_gradients_are_those_of_one_process(family: str) -> None:
+    model, reference = built(family), built(family)
     ShardingPolicy.parse(POLICY).apply(model)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (model, reference)]
     for step in range(2):
         tokens = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(step))
-        for one, rows in ((model, tokens.chunk(2)[dist.get_rank() // 2]), (reference, tokens)):
-            logits = one(rows).logits
+        for module, rows in ((model, tokens.chunk(2)[dist.get_rank() // 2]), (reference, tokens)):
+            logits = module(rows).logits
             assert logits.shape == (*rows.shape, 64)
             logits.square().mean().backward()
         for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            found = torch_impl.full_tensor(param.grad)
+            grad = torch_impl.full_tensor(param.grad)
             torch.testing.assert_close(
-                found, other.grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}"
+                grad, other.grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}"
             )
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

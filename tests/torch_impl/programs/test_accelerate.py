@@ -103,5 +103,4 @@ def job(folder: str, state_dict_type: str, tied: bool, options: dict[str, Any]) 
 def test_accelerate_prepares_trains_saves_and_loads(
     ranks: RankGroup, tmp_path: Path, state_dict_type: str, tied: bool, options: dict[str, Any]
 ) -> None:
-    found = ranks.run(2, job, str(tmp_path), state_dict_type, tied, options)
-    assert_equal_runs(found, learned=0.3)
+    assert_equal_runs(ranks.run(2, job, str(tmp_path), state_dict_type, tied, options), learned=0.3)

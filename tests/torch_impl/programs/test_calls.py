@@ -25,10 +25,10 @@ def test_every_call_in_the_sources_of_a_program_has_a_row(program: str) -> None:
     roots = [folder / name for folder in FOLDERS for name in PROGRAMS[program] if (folder / name).is_dir()]
     if len(roots) < len(PROGRAMS[program]):
         pytest.skip(f"{program} is not there: make test-programs")
-    known = {call.name for call in PROGRAM_CALLS if program in call.places}
-    found = {name: place for root in roots for name, place in calls_in(root).items()}
-    assert len(found) > 5, "nothing was read"
-    assert {name: place for name, place in found.items() if name not in known} == {}
+    known = {call.name for call in PROGRAM_CALLS if program in call.used_at}
+    uses = {name: where for root in roots for name, where in calls_in(root).items()}
+    assert len(uses) > 5, "nothing was read"
+    assert {name: where for name, where in uses.items() if name not in known} == {}
 
 
 def test_names_are_read_from_every_way_to_write_them(tmp_path: Path) -> None:

@@ -245,5 +245,5 @@ def job(folder: str, part: str, by_install: bool, distributed: bool, empty_init:
 def test_lightning_trains_clips_saves_and_loads(
     ranks: RankGroup, tmp_path: Path, part: str, by_install: bool, distributed: bool, empty_init: bool
 ) -> None:
-    found = ranks.run(2, job, str(tmp_path), part, by_install, distributed, empty_init)
-    assert_equal_runs(found, learned=0.3)
+    runs = ranks.run(2, job, str(tmp_path), part, by_install, distributed, empty_init)
+    assert_equal_runs(runs, learned=0.3)

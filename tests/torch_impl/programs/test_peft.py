@@ -34,8 +34,8 @@ def adapted(seed: int) -> nn.Module:
     base = llama(seed).to(torch.bfloat16)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
     model = get_peft_model(base, config)
-    kinds = {(param.requires_grad, param.dtype) for param in model.parameters()}
-    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
+    dtypes = {(param.requires_grad, param.dtype) for param in model.parameters()}
+    assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
     return model
 
 
@@ -56,7 +56,7 @@ def assert_base_kept(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
             assert torch.equal(torch_impl.full_tensor(param), before[name])
             local = param.to_local()
             stored += local.nbytes
-    total = sum(2 * one.numel() for name, one in before.items() if "lora" not in name)
+    total = sum(2 * tensor.numel() for name, tensor in before.items() if "lora" not in name)
     assert stored < 0.75 * total, "on two ranks"
 
 
@@ -68,7 +68,7 @@ def steps(
         ids = tokens(step)
         loss = model(input_ids=ids, labels=ids).loss
         (loss.backward if backward is None else lambda loss=loss: backward(loss))()
-        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 0.5)
+        norm = nn.utils.clip_grad_norm_([param for param in model.parameters() if param.requires_grad], 0.5)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -85,16 +85,16 @@ def by_hand(folder: str) -> Result:
         fully_shard(layer)
     fully_shard(model)
     assert_sharded(model)
-    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
+    optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=1e-2)
     losses, norms = steps(model, optimizer)
     assert_base_kept(model, before)
-    found = adapters(model)
+    adapter_weights = adapters(model)
     with model.disable_adapter():
         ids = tokens(0)
         # Compared first, so that the last loss is one of training.
         losses.insert(0, model(input_ids=ids, labels=ids).loss.item())
-    save_and_load_adapter(model, folder, found)
-    return Result(losses, norms, found)
+    save_and_load_adapter(model, folder, adapter_weights)
+    return Result(losses, norms, adapter_weights)
 
 
 def save_and_load_adapter(model: nn.Module, folder: str, expected: dict[str, torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ def by_accelerate(folder: str) -> Result:
         accelerator = Accelerator(fsdp_plugin=plugin)
         before = {name: param.detach().clone() for name, param in adapted(0).named_parameters()}
         model = adapted(dist.get_rank())
-        optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
+        optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         assert_sharded(model)
         losses, norms = steps(model, optimizer, accelerator.backward)

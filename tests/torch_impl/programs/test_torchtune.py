@@ -167,7 +167,7 @@ class Run:
         module = recipe_module(recipe)
         self.losses: list[float] = []
         self.norms: list[float] = []
-        kinds = {
+        classes = {
             "full_finetune_distributed": "FullFinetuneRecipeDistributed",
             "lora_finetune_distributed": "LoRAFinetuneRecipeDistributed",
         }
@@ -181,7 +181,7 @@ class Run:
             mock.patch("torchtune.training.checkpointing._checkpointer.async_save", saved_before_training),
             mock.patch.object(torch.nn.utils, "clip_grad_norm_", self._clip(torch.nn.utils.clip_grad_norm_)),
         ):
-            self.recipe = getattr(module, kinds[recipe])(config)
+            self.recipe = getattr(module, classes[recipe])(config)
             self.recipe.setup(config)
             assert_sharded(self.recipe._model)
             self.recipe._loss_fn.register_forward_hook(
@@ -288,10 +288,10 @@ def test_recipes_train_with_tensor_parallelism(ranks: RankGroup, tmp_path: Path)
         "clip_grad_norm": None,
     }
     sizes = FULL | {"intermediate_dim": 40, "vocab_size": 68}
-    found = ranks.run(4, job, str(tmp_path), "full_finetune_distributed", sizes, options)
+    runs = ranks.run(4, job, str(tmp_path), "full_finetune_distributed", sizes, options)
     # The ranks of a tensor-parallel pair have the same data.
-    assert_equal_runs(found[::2], learned=0.3)
-    assert_equal_runs(found[1::2], learned=0.3)
+    assert_equal_runs(runs[::2], learned=0.3)
+    assert_equal_runs(runs[1::2], learned=0.3)
 
 
 def dora(folder: str) -> list[float]:

@@ -99,7 +99,8 @@ def trained(folder: str) -> Result:
         assert_sharded(reference)
         norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         assert all(
-            torch.equal(one, two) for one, two in zip(whole(reference).values(), plain(0), strict=True)
+            torch.equal(param, plain_param)
+            for param, plain_param in zip(whole(reference).values(), plain(0), strict=True)
         )
         return Result(losses, norms, whole(trainer.model))
 
@@ -113,8 +114,8 @@ def job(folder: str) -> list[Any]:
 
 
 def test_dpo_trains_beside_a_reference_model(ranks: RankGroup, tmp_path: Path) -> None:
-    found = ranks.run(2, job, str(tmp_path))
-    for result in found[0] + found[1]:
+    runs = ranks.run(2, job, str(tmp_path))
+    for result in runs[0] + runs[1]:
         # The policy starts as the reference, so the first loss is the same for all data.
         assert result.losses.pop(0) == pytest.approx(0.6931, abs=1e-3)
-    assert_equal_runs(found, learned=0.0)
+    assert_equal_runs(runs, learned=0.0)

@@ -96,10 +96,10 @@ def steps(
         for rows in range(0, 4, 2):
             # Reduced in every microbatch, as verl does.
             part = slice(rows, rows + 2)
-            found = log_probabilities(actor, ids[part])
-            ratio = expected[part] - found
+            log_probs = log_probabilities(actor, ids[part])
+            ratio = expected[part] - log_probs
             divergence = (ratio.exp() - ratio - 1).clamp(-10, 10)
-            loss = (0.01 * divergence - advantages[part] * found).mean() / 2
+            loss = (0.01 * divergence - advantages[part] * log_probs).mean() / 2
             loss.backward()
             losses.append(loss.item())
         norms.append(clipped(actor, 0.5))

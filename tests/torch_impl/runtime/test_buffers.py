@@ -217,11 +217,11 @@ def test_unreduced_sums_are_added_to_in_place() -> None:
     model = sharded_pair("optim_grads_params", "row")
     model.set_requires_gradient_sync(False)
     inputs = data(0, 3)[dist.get_rank()]
-    places = []
+    addresses = []
     for own in inputs:
         model(own).square().mean().backward()
-        places.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
-    assert places[0] == places[1] == places[2]
+        addresses.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
+    assert addresses[0] == addresses[1] == addresses[2]
 
 
 def bytes_at_rest(grain: str) -> tuple[int, int]:
@@ -304,9 +304,9 @@ def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused() -> No
     with pytest.raises(ValueError, match="granularity: rank 0 has 'row', rank 1 has 'tensor'"):
         torch_impl.fully_shard(model, granularity="tensor" if rank == 1 else "row")
     # Wrong on one rank only: an error on all of them, not a wait.
-    one = {"side.weight": "row"} if rank == 1 else {"up.weight": "row"}
+    granularity = {"side.weight": "row"} if rank == 1 else {"up.weight": "row"}
     with pytest.raises(ValueError, match=r"granularity: rank 0 has .*, rank 1 has"):
-        torch_impl.fully_shard(model, granularity=one)
+        torch_impl.fully_shard(model, granularity=granularity)
     assert type(torch_impl.fully_shard(model)) is not Wide
 
 

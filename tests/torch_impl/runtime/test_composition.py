@@ -83,9 +83,9 @@ def assert_trains_like_one_process(model: nn.Sequential, replica: int, replicas:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     assert_same_weights(model, reference)
 
 
@@ -103,8 +103,8 @@ def tensor_parallel(strategy: str, fused: bool) -> list[str]:
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_tensor_parallel_parameters_are_sharded_once_more(ranks: RankGroup, strategy: str) -> None:
     rows = "Replicate" if strategy == "no_shard" else "RowShard"
-    for found in ranks.run(WORLD, tensor_parallel, strategy, strategy != "optim"):
-        assert found == [rows, "Shard"]
+    for placements in ranks.run(WORLD, tensor_parallel, strategy, strategy != "optim"):
+        assert placements == [rows, "Shard"]
 
 
 @on_ranks(WORLD)
@@ -282,9 +282,9 @@ def test_experts_on_a_mesh_of_their_own_get_the_mean_over_all_ranks() -> None:
             assert held_here < sum(param.numel() for param in theirs.parameters()), "nothing is sharded"
             for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
                 torch.testing.assert_close(whole(got.grad), want.grad, rtol=1e-5, atol=1e-7)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     for ours, theirs in pairs:
         for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(whole(got), want.detach(), rtol=1e-5, atol=1e-7)

@@ -52,20 +52,20 @@ class Layer(nn.Module):
         return torch.tanh(F.linear(x, weight, self.inner.bias))
 
 
-def model_of(kind: str, seed: int = 0, device: str = "cpu") -> nn.Sequential:
+def model_of(variant: str, seed: int = 0, device: str = "cpu") -> nn.Sequential:
     """Rows of 7 and 3: uneven on two, three and four ranks, and none for the last of four."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         with torch.device(device):
-            model = nn.Sequential(Layer(5, 7, kind == "plain"), Layer(7, 3, kind == "plain"))
-    if kind == "halved":
+            model = nn.Sequential(Layer(5, 7, variant == "plain"), Layer(7, 3, variant == "plain"))
+    if variant == "halved":
         for layer in model:
             layer.inner.weight = nn.Parameter(Halved(layer.inner.weight.detach()))
     return model
 
 
-def sharded(kind: str, shard: Callable[..., Any], **options: Any) -> nn.Sequential:
-    model = model_of(kind)
+def sharded(variant: str, shard: Callable[..., Any], **options: Any) -> nn.Sequential:
+    model = model_of(variant)
     for layer in model:
         shard(layer, **options)
     shard(model, **options)
@@ -102,8 +102,8 @@ def everyone(step: int) -> torch.Tensor:
 
 
 def values_of(param: torch.Tensor) -> torch.Tensor:
-    found = whole(param)
-    return found.values if isinstance(found, Halved) else found
+    values = whole(param)
+    return values.values if isinstance(values, Halved) else values
 
 
 def assert_trained_alike(model: nn.Module, reference: nn.Module) -> None:
@@ -132,8 +132,8 @@ def test_weights_gathered_by_their_own_say_train_as_with_fsdp2() -> None:
         assert Halved.calls == {"pre": gathers, "post": 2, "post again": gathers - 2}
         assert_trained_alike(model, reference)
         assert type(local_of(weight)) is Halved
-        memory = [one for group in model[0]._unit.groups for one in group.weights.compute_tensors]
-        assert sum(one.untyped_storage().nbytes() for one in memory) == 0
+        memory = [tensor for group in model[0]._unit.groups for tensor in group.weights.compute_tensors]
+        assert sum(tensor.untyped_storage().nbytes() for tensor in memory) == 0
         # FSDP2 computes another gradient of uneven rows that were freed.
         theirs = sharded("halved", fsdp.fully_shard, reshard_after_forward=False)
         torch.testing.assert_close(losses, trained(theirs, own))
@@ -225,7 +225,7 @@ def test_programs_of_all_kinds_use_such_weights() -> None:
     assert torch_impl.find_nonfinite(model) == ()
     report = model.memory_report(optimizer)
     held = [local_of(param) for param in model.parameters()]
-    assert report.main_weights - report.padding == sum(4 * one.numel() for one in held)
+    assert report.main_weights - report.padding == sum(4 * part.numel() for part in held)
 
 
 @on_ranks(2)
@@ -290,8 +290,8 @@ def test_frozen_bytes_are_gathered_as_they_are(tmp_path: Path) -> None:
         # Four rows of each rank, padded: 5 bytes and a float32 scale each.
         (adapter,) = [group for group in model._unit.groups if group.params[0].requires_grad]
         reports = torch_impl.layout_report(model).units[0].groups
-        assert counts.nbytes["all_gather"] == sum(one.gather_bytes for one in reports)
-        assert [one.gather_dtype for one in reports] == ["fsdp_pre_all_gather", "float32"]
+        assert counts.nbytes["all_gather"] == sum(group.gather_bytes for group in reports)
+        assert [group.gather_dtype for group in reports] == ["fsdp_pre_all_gather", "float32"]
         assert counts.nbytes["all_gather"] == 2 * 4 * (5 + 4) + 4 * adapter.layout.padded_size
         assert torch.equal(model.base.dequantize(), before)
         model.reshard()
@@ -335,7 +335,7 @@ class Coded(Bytes):
             first.payload.copy_(others[0].payload)
             return first
         made = func(first.payload, *others, **(kwargs or {}))
-        return [cls(one, first.scale) for one in made] if isinstance(made, list) else cls(made, first.scale)
+        return [cls(part, first.scale) for part in made] if isinstance(made, list) else cls(made, first.scale)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         return (self.payload,), self.scale
@@ -410,8 +410,8 @@ class Leaving(Bytes):
 
 
 def test_all_parts_of_a_class_leave_the_meta_device() -> None:
-    given = Leaving(torch.empty(4, 3, dtype=torch.int8, device="meta"), torch.empty(4, device="meta"))
-    made = zeros_on(given, torch.device("cpu"))
+    on_meta = Leaving(torch.empty(4, 3, dtype=torch.int8, device="meta"), torch.empty(4, device="meta"))
+    made = zeros_on(on_meta, torch.device("cpu"))
     assert type(made) is Leaving
     assert torch.equal(made.payload, torch.zeros(4, 3, dtype=torch.int8))
     assert torch.equal(made.scale, torch.zeros(4))
@@ -501,8 +501,8 @@ def tensor_parallel() -> None:
     module = nn.Linear(5, 6, bias=False)
     module.weight = nn.Parameter(part)
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        return F.linear(given, module.weight.to_local())
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, module.weight.to_local())
 
     module.forward = forward  # type: ignore[method-assign]
     torch_impl.fully_shard(module, mesh=mesh["dp"])
@@ -511,9 +511,9 @@ def tensor_parallel() -> None:
         module(x[2 * here : 2 * here + 2]).square().mean().backward()
     weight = Rounded.apply(reference[0].inner.weight)[:6].chunk(2)[mesh.get_local_rank("tp")]
     (2 * F.linear(x, weight).square().mean()).backward()
-    found = local_of(module.weight.grad)
+    grad = local_of(module.weight.grad)
     at = 3 * mesh.get_local_rank("tp") + 2 * here
-    torch.testing.assert_close(found, reference[0].inner.weight.grad[at : at + len(found)])
+    torch.testing.assert_close(grad, reference[0].inner.weight.grad[at : at + len(grad)])
 
 
 def test_parts_of_tensor_parallel_weights_may_be_of_such_a_class(ranks: RankGroup) -> None:
@@ -614,9 +614,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             },
         ),
     ]
-    for error, message, given, options in cases:
+    for error, message, tensor, options in cases:
         module = nn.Linear(3, 4, bias=False)
-        module.weight = weight = nn.Parameter(given)
+        module.weight = weight = nn.Parameter(tensor)
         with pytest.raises(error, match=message):
             torch_impl.fully_shard(module, **options)
         assert type(module) is nn.Linear

@@ -87,9 +87,8 @@ def test_bytes_that_travel_are_those_of_whole_tensors(
     for world in (1, 2, 3, 4):
         for align in (1, "auto"):
             options = {"granularity": granularity, "align": align}
-            found = ranks.run(world, travels, (world,), gather, shapes, options)
             # The root keeps its weights from forward to backward.
-            assert found == [[world, 2]] * world
+            assert ranks.run(world, travels, (world,), gather, shapes, options) == [[world, 2]] * world
     options = {"granularity": granularity, "strategy": "hfsdp", "align": 1}
     assert ranks.run(4, travels, (2, 2), gather, shapes, options) == [[4, 2]] * 4
 
@@ -103,11 +102,11 @@ def test_all_strategies_compute_with_the_same_weights(ranks: RankGroup, gather: 
 
 def computes_with(mesh_shape: tuple[int, ...], gather: str, strategy: str) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
-    for given in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         for compute in (torch.float32, torch.bfloat16, torch.float16):
-            values = {name: param.detach().clone() for name, param in Wide(given).named_parameters()}
+            values = {name: param.detach().clone() for name, param in Wide(dtype).named_parameters()}
             options = {"mp_policy": policy(gather, param_dtype=compute), "strategy": strategy}
-            model = torch_impl.fully_shard(Wide(given), mesh=mesh, **options)
+            model = torch_impl.fully_shard(Wide(dtype), mesh=mesh, **options)
             model(torch.tensor(1.0)).backward()
             for name, value in values.items():
                 assert torch.equal(model.seen[name], quantized(value, gather).to(compute)), name
@@ -158,8 +157,8 @@ def test_more_shards_than_processes(
         gather._dequantize(torch.from_numpy(whole_pieces.copy()).view(-1), target, False)
         for slot in layout.slots:
             start = layout.start(slot.name)
-            found = target[start : start + slot.numel].view(slot.shape)
-            assert torch.equal(found, quantized(values[slot.name], "mxfp8")), slot.name
+            unpacked = target[start : start + slot.numel].view(slot.shape)
+            assert torch.equal(unpacked, quantized(values[slot.name], "mxfp8")), slot.name
 
 
 def test_bytes_are_those_of_numpy_for_every_exponent_and_for_values_that_are_no_numbers() -> None:
@@ -171,8 +170,8 @@ def test_bytes_are_those_of_numpy_for_every_exponent_and_for_values_that_are_no_
     random = np.random.default_rng(3)
     # Sorted by magnitude, so that blocks have the same scale, and shuffled.
     ordered = values[np.argsort(values & 0x7FFFFFFF)]
-    for one in (ordered, random.permutation(values)):
-        rows = torch.from_numpy(one[: one.size // 95 * 95].view(np.float32).reshape(-1, 95).copy())
+    for ordering in (ordered, random.permutation(values)):
+        rows = torch.from_numpy(ordering[: ordering.size // 95 * 95].view(np.float32).reshape(-1, 95).copy())
         for gather in GATHERS:
             with torch.no_grad():
                 assert_same_bytes(rows, gather)
@@ -223,8 +222,8 @@ def carried(gather: str | None, compute: torch.dtype, strategy: str, mesh_shape:
     shown = [group.gather_bytes for unit in report.units for group in unit.groups]
     model.reshard()
     held = model.memory_report(optimizer).compute_weights
-    kinds = ("all_gather", "all_reduce")
-    return {kind: (count.calls[kind], count.nbytes[kind]) for kind in kinds}, shown, held, str(report)
+    names = ("all_gather", "all_reduce")
+    return {name: (count.calls[name], count.nbytes[name]) for name in names}, shown, held, str(report)
 
 
 def test_a_gather_takes_one_byte_an_element_and_a_thirty_second(ranks: RankGroup) -> None:
@@ -269,8 +268,8 @@ def test_hfsdp_keeps_payload_and_gathers_the_outer_axis_once_a_step(ranks: RankG
 def test_nan_and_infinity_stay_where_they_are(gather: str) -> None:
     model = sharded_toy(mp_policy=policy(gather))
     values = {name: whole(param) for name, param in model.named_parameters()}
-    given = {"blocks.0.up.weight": torch.nan, "blocks.0.stack": torch.inf, "blocks.1.stack": -torch.inf}
-    for name, value in given.items():
+    special = {"blocks.0.up.weight": torch.nan, "blocks.0.stack": torch.inf, "blocks.1.stack": -torch.inf}
+    for name, value in special.items():
         values[name].view(-1)[3] = value
     model.load_state_dict(values)
     model.unshard()

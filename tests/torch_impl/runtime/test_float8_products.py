@@ -73,7 +73,7 @@ def multiplies(unit_of_linears: bool) -> list[int]:
     straight_through(
         reference,
         "float8_e4m3fn",
-        lambda one: torch.stack([emulate(one, x).square().sum() for x in xs]).mean(),
+        lambda module: torch.stack([emulate(module, x).square().sum() for x in xs]).mean(),
     )
     assert_same_gradients(model, reference, rtol=1e-3, atol=1e-4)
     assert isinstance(model.first, nn.Linear)

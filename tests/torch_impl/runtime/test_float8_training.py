@@ -50,7 +50,7 @@ def train(options: dict[str, Any], mesh_shape: tuple[int, ...], gather: str, mic
             loss = mse(model, tokens[rank, k], targets[rank, k]) / microbatches
             loss.backward()
             total += loss.detach()
-        want = straight_through(reference, gather, lambda one, data=(tokens, targets): mse(one, *data))
+        want = straight_through(reference, gather, lambda module, data=(tokens, targets): mse(module, *data))
         torch.testing.assert_close(mean_over_ranks(total), torch.tensor(want), rtol=1e-5, atol=1e-6)
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
@@ -142,13 +142,13 @@ def test_losses_stay_beside_those_of_bfloat16(ranks: RankGroup) -> None:
     base = np.array(ranks.run(2, learn, None, 30)[0])
     assert base[-1] < base[0] / 4
     for gather in GATHERS:
-        found = np.array(ranks.run(2, learn, gather, 30)[0])
-        assert (np.abs(found - base) <= 0.02 * base).all()
-        assert not np.array_equal(found, base)
+        losses = np.array(ranks.run(2, learn, gather, 30)[0])
+        assert (np.abs(losses - base) <= 0.02 * base).all()
+        assert not np.array_equal(losses, base)
     multiplied = np.array(ranks.run(2, learn, "float8_e4m3fn", 30, "", 0, True)[0])
     print(np.abs(multiplied / base - 1).max())
     assert (np.abs(multiplied - base) <= 0.05 * base).all()
-    assert not np.array_equal(multiplied, found)
+    assert not np.array_equal(multiplied, losses)
 
 
 @pytest.mark.fast_cases("mxfp8")
@@ -182,7 +182,7 @@ def by_policy(text: str, gather: str) -> None:
     for step in range(3):
         tokens, targets = batch(step, 2, 1)
         mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
-        straight_through(reference, gather, lambda one, data=(tokens, targets): mse(one, *data))
+        straight_through(reference, gather, lambda module, data=(tokens, targets): mse(module, *data))
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
             for param, its in zip(model.parameters(), reference.parameters(), strict=True):
@@ -192,10 +192,10 @@ def by_policy(text: str, gather: str) -> None:
         model.zero_grad()
     model.eval()
     with torch.no_grad():
-        found = mse(model, tokens, targets)
+        loss = mse(model, tokens, targets)
         for param in reference.parameters():
             param.copy_(quantized(param, gather))
-        torch.testing.assert_close(found, mse(reference, tokens, targets), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, mse(reference, tokens, targets), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.fast_cases("mxfp8")
@@ -224,7 +224,7 @@ def test_weights_that_come_from_the_meta_device(gather: str) -> None:
     model.load_state_dict(reference.state_dict())
     tokens, targets = batch(0, 2, 1)
     mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
-    straight_through(reference, gather, lambda one: mse(one, tokens, targets))
+    straight_through(reference, gather, lambda module: mse(module, tokens, targets))
     assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
 
 
@@ -286,5 +286,5 @@ def test_weights_cut_over_a_model_axis_are_quantized_as_whole_ones(gather: str) 
     tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(5))
     mine = tokens.chunk(2)[dist.get_rank() // 2]
     next_token_loss(model(mine[:, :-1]), mine[:, 1:]).backward()
-    straight_through(reference, gather, lambda one: next_token_loss(one(tokens[:, :-1]), tokens[:, 1:]))
+    straight_through(reference, gather, lambda module: next_token_loss(module(tokens[:, :-1]), tokens[:, 1:]))
     assert_same_gradients(model, reference, rtol=1e-3, atol=1e-5)

@@ -43,7 +43,7 @@ def memory_of_nan() -> Iterator[None]:
 @contextmanager
 def finite_collectives() -> Iterator[list[str]]:
     """What collectives are given that is not finite."""
-    found: list[str] = []
+    nonfinite: list[str] = []
     reduce_scatter, all_reduce, all_gather = (
         collectives.reduce_scatter,
         collectives.all_reduce,
@@ -51,7 +51,9 @@ def finite_collectives() -> Iterator[list[str]]:
     )
 
     def check(name: str, tensors: list[torch.Tensor]) -> None:
-        found.extend(name for one in tensors if one.is_floating_point() and not one.isfinite().all())
+        nonfinite.extend(
+            name for tensor in tensors if tensor.is_floating_point() and not tensor.isfinite().all()
+        )
 
     def checked_scatter(shards, values, *args, **kwargs):  # type: ignore[no-untyped-def]
         check("reduce_scatter", values)
@@ -71,7 +73,7 @@ def finite_collectives() -> Iterator[list[str]]:
         checked_gather,
     )
     try:
-        yield found
+        yield nonfinite
     finally:
         collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather = (
             reduce_scatter,
@@ -102,7 +104,7 @@ def seen_by_hooks(strategy: str, precision: str, offload: bool, microbatches: in
     def scaling(sums: torch.Tensor) -> None:
         largest.append(sums.abs().max().item())
 
-    with memory_of_nan(), finite_collectives() as found:
+    with memory_of_nan(), finite_collectives() as nonfinite:
         for module in (model.first, model.last, model):
             torch_impl.fully_shard(
                 module, mesh=mesh, strategy=strategy, mp_policy=policy(precision), **options
@@ -117,7 +119,7 @@ def seen_by_hooks(strategy: str, precision: str, offload: bool, microbatches: in
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             assert norm.isfinite()
             model.zero_grad()
-    assert not found, found
+    assert not nonfinite, nonfinite
     # Gradients are small: a flag would be 1, the number of ranks or more.
     assert max(largest) < 0.5, largest
 
@@ -200,8 +202,8 @@ def hooked(strategy: str, microbatches: int) -> None:
     for layer in model:
         torch_impl.fully_shard(layer, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
-    for one in (model, reference):
-        register(one)
+    for module in (model, reference):
+        register(module)
     for step in range(2):
         for k in range(microbatches):
             model.set_is_last_backward(k == microbatches - 1)

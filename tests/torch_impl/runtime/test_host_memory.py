@@ -178,8 +178,8 @@ def test_a_memory_report_tells_the_host_from_the_device() -> None:
         torch_impl.MainWeightAdamW(model.parameters()),
         torch_impl.MainWeightAdamW(plain.parameters(), offload_fraction=1.0),
     ]
-    for one, optimizer in zip((model, plain), optimizers, strict=True):
-        local_loss(one).backward()
+    for module, optimizer in zip((model, plain), optimizers, strict=True):
+        local_loss(module).backward()
         optimizer.step()
     mine, other = (m.memory_report(o) for m, o in zip((model, plain), optimizers, strict=True))
     groups = [unit.groups[0] for unit in {module._unit for module in (*model.blocks, model)}]

@@ -65,9 +65,9 @@ def routed(shape: tuple[int, ...], strategy: str, mark: str, recompute: bool) ->
             reference(whole, route, recompute).square().mean().backward()
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
         assert_at_rest(model)
     assert_same_weights(model, reference)
 
@@ -80,7 +80,8 @@ def routed(shape: tuple[int, ...], strategy: str, mark: str, recompute: bool) ->
 )
 @pytest.mark.parametrize("mark", ["set_requires_gradient_sync", "set_is_last_backward"])
 @pytest.mark.parametrize(
-    ("shape", "strategy"), [((4,), one) for one in ONE_AXIS] + [((2, 2), one) for one in ("hsdp", "hfsdp")]
+    ("shape", "strategy"),
+    [((4,), strategy) for strategy in ONE_AXIS] + [((2, 2), strategy) for strategy in ("hsdp", "hfsdp")],
 )
 def test_a_unit_unused_in_the_last_microbatch_has_its_gradients_reduced(
     ranks: RankGroup, shape: tuple[int, ...], strategy: str, mark: str
@@ -95,15 +96,15 @@ def test_also_when_units_are_recomputed_in_nested_backwards(ranks: RankGroup) ->
 
 def reductions() -> list[int]:
     """Reduce-scatters of two microbatches that use all blocks, and of two of which the last uses none."""
-    model, found = sharded((4,)), []
+    model, scatters = sharded((4,)), []
     for last in ([0, 1, 2], []):
         with counted() as counts:
             for sync, route in ((False, [0, 1, 2]), (True, last)):
                 model.set_requires_gradient_sync(sync)
                 model(torch.ones(2, 5), route, False).sum().backward()
-        found.append(counts["reduce_scatter"])
+        scatters.append(counts["reduce_scatter"])
         model.zero_grad()
-    return found
+    return scatters
 
 
 def test_every_unit_is_reduced_once(ranks: RankGroup) -> None:

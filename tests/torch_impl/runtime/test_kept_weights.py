@@ -59,15 +59,15 @@ def fused(model: Model, x: torch.Tensor) -> torch.Tensor:
 def in_parts(model: Model, x: torch.Tensor, sync: bool) -> torch.Tensor:
     """A loss whose parts run backward one by one, so that logits are there for one part at a time."""
     hidden = model(x)
-    given = hidden.detach().requires_grad_()
+    leaf = hidden.detach().requires_grad_()
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(sync)
-    for part in given.chunk(2):
+    for part in leaf.chunk(2):
         (functional.linear(part, model.output.weight).square().mean() / 2).backward()
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(True)
     # So that the sum of what each backward computes is the gradient of the loss.
-    return (hidden * given.grad.detach()).sum()
+    return (hidden * leaf.grad.detach()).sum()
 
 
 def shown(model: nn.Module) -> list[str]:
@@ -126,7 +126,7 @@ def test_a_loss_may_use_the_output_layers_weights_as_with_fsdp2(ranks: RankGroup
 def test_gradients_of_shown_weights_alone_are_reduced(strategy: str) -> None:
     """A head that is trained on what a model has computed: no output of the model has a backward."""
     model, reference = sharded(strategy=strategy), seeded(Model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (model, reference)]
     for step in range(2):
         everyone = [x * (step + 1) for x in rank_inputs()]
         for part in (0, 1):
@@ -149,18 +149,18 @@ def test_gradients_of_shown_weights_alone_are_reduced(strategy: str) -> None:
 
 
 def registered(api: ModuleType | Any, options: dict[str, Any]) -> list[list[str]]:
-    model, x, found = sharded(api, **options), rank_inputs()[dist.get_rank()], []
+    model, x, names = sharded(api, **options), rank_inputs()[dist.get_rank()], []
     for forwards in (1, 2):
         for _ in range(forwards):
             hidden = model(x, skip=1)
-        found.append(shown(model))
+        names.append(shown(model))
         # The layer that backward does not reach shows its sharded weights, too.
         hidden.sum().backward()
-        found.append(shown(model))
+        names.append(shown(model))
     model(x)
     model.reshard()
-    found.append(shown(model))
-    return found
+    names.append(shown(model))
+    return names
 
 
 def registered_by_both(options: dict[str, Any]) -> list[list[list[str]]]:
@@ -185,9 +185,9 @@ def test_fused_losses_train_as_on_one_process(strategy: str) -> None:
             fused(model, everyone[dist.get_rank()]).backward()
         for x in everyone:
             (fused(reference, x) / len(everyone)).backward()
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
         assert_at_rest(model)
         if strategy == "optim_grads_params":
             # The root is gathered once, and layers twice.
@@ -293,10 +293,10 @@ def test_what_reads_a_module_between_forward_and_backward(strategy: str) -> None
         assert isinstance(param, DTensor)
         torch.testing.assert_close(whole(param), model.output.weight.detach())
     # What a program gives instead is what the module computes with, and it ends with the call.
-    given = {"weight": torch.randn(7, 5, requires_grad=True)}
+    replacements = {"weight": torch.randn(7, 5, requires_grad=True)}
     weight, hidden = model.output.weight, torch.randn(2, 5)
-    output = torch.func.functional_call(model.output, given, (hidden,))
-    torch.testing.assert_close(output, functional.linear(hidden, given["weight"]))
+    output = torch.func.functional_call(model.output, replacements, (hidden,))
+    torch.testing.assert_close(output, functional.linear(hidden, replacements["weight"]))
     assert model.output.weight is weight
     assert shown(model) == ["output.weight"]
     assert all(isinstance(param, DTensor) for param in model.parameters())

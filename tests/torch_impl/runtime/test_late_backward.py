@@ -108,9 +108,9 @@ def raised_in_a_backward_of_a_forward(model: Gated, x: torch.Tensor) -> None:
     model(x).mean().backward()
 
     def differentiate(*_: Any) -> None:
-        given = x.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
         with pytest.raises(ArithmeticError):
-            torch.autograd.grad(model.gates[1](Failing.apply(model.gates[0](given))).sum(), given)
+            torch.autograd.grad(model.gates[1](Failing.apply(model.gates[0](inputs))).sum(), inputs)
 
     hook = model.output.register_forward_hook(differentiate)
     model(x)
@@ -119,8 +119,8 @@ def raised_in_a_backward_of_a_forward(model: Gated, x: torch.Tensor) -> None:
 
 def differentiated_in_forward(model: Gated, x: torch.Tensor) -> None:
     def penalize(module: nn.Module, args: Any, output: Any) -> Any:
-        given = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model.gates[0](given).square().sum(), given, create_graph=True)
+        inputs = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model.gates[0](inputs).square().sum(), inputs, create_graph=True)
         return output[0] + slope.square().mean(), output[1]
 
     hook = model.output.register_forward_hook(penalize)
@@ -138,11 +138,11 @@ def added_loss(model: Gated, x: torch.Tensor) -> None:
     (model(x).mean() + sum(gate.own_loss for gate in model.gates)).backward()
 
 
-def in_answers(kind: str) -> Callable[[Gated, torch.Tensor], None]:
+def in_answers(container: str) -> Callable[[Gated, torch.Tensor], None]:
     def run(model: Gated, x: torch.Tensor) -> None:
-        model.answers = kind
+        model.answers = container
         answer = model(x)
-        logits = answer.logits if kind == "dataclass" else answer["a"][1]
+        logits = answer.logits if container == "dataclass" else answer["a"][1]
         logits.square().mean().backward()
 
     return run
@@ -154,8 +154,8 @@ def to_some_inputs(model: Gated, x: torch.Tensor) -> None:
 
 
 def by_its_own_parameters(model: Gated, x: torch.Tensor) -> None:
-    given = dict(model.named_parameters())
-    torch.func.functional_call(model, given, (x,)).square().mean().backward()
+    params = dict(model.named_parameters())
+    torch.func.functional_call(model, params, (x,)).square().mean().backward()
 
 
 PROGRAMS: dict[str, Callable[[Gated, torch.Tensor], None]] = {
@@ -178,7 +178,7 @@ def at_rest_after(name: str, options: dict[str, Any]) -> None:
     model, reference = sharded(**options), seeded(Gated).double()
     averages = [param.detach().clone() for param in reference.parameters()]
     own_averages = [whole(param) for param in model.parameters()]
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, reference)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (model, reference)]
     for _ in range(2):
         PROGRAMS[name](model, everyone[dist.get_rank()])
         for x in everyone:
@@ -187,7 +187,7 @@ def at_rest_after(name: str, options: dict[str, Any]) -> None:
             if param.grad is not None:
                 param.grad /= world
         assert all(isinstance(param, DTensor) for param in model.parameters())
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 1e-2) for one in (model, reference)]
+        norms = [nn.utils.clip_grad_norm_(module.parameters(), 1e-2) for module in (model, reference)]
         torch.testing.assert_close(norms[0].full_tensor(), norms[1])
         for optimizer in optimizers:
             optimizer.step()

@@ -286,9 +286,9 @@ def test_a_tie_inside_a_unit_is_one_parameter(strategy: str) -> None:
         full_batch_loss(reference, step).backward()
         local_loss(model, step).backward()
         assert_same_gradients(model, reference)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
         assert_same_weights(model, reference)
 
 
@@ -356,18 +356,18 @@ class InPlace(Block):
 
 
 def structured(strategy: str) -> None:
-    def build(kind: type[nn.Module]) -> nn.Module:
+    def build(module_class: type[nn.Module]) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            return kind()
+            return module_class()
 
     mine, _, everyone = inputs(0)
-    for kind, call in (
+    for module_class, call in (
         (Structured, lambda m, x: m(x, scale={"by": x[:1]})["out"].hidden),
         (Hidden, lambda m, x: m(x).value),
         (InPlace, lambda m, x: m(x * 1.5)),
     ):
-        model, reference = torch_impl.fully_shard(build(kind), strategy=strategy), build(kind)
+        model, reference = torch_impl.fully_shard(build(module_class), strategy=strategy), build(module_class)
         for _ in range(2):
             loss_of(call(model, mine.clone().requires_grad_(True))).backward()
             world = dist.get_world_size()
@@ -397,9 +397,9 @@ def test_modules_that_cache_their_weights_use_the_gathered_ones(strategy: str) -
         loss_of(model(mine[None])[0]).backward()
         loss_of(reference(everyone)[0]).backward()
         assert_same_gradients(model, reference)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
 
 
 def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
@@ -411,7 +411,7 @@ def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
         b.flat for u in units for g in u.groups for b in (g.weights.main, g.weights.compute)
     ]
     kept += [p.grad for u in units for g in u.groups for p in g.params]
-    return [weakref.ref(one) for one in (*kept, *units)]
+    return [weakref.ref(watched) for watched in (*kept, *units)]
 
 
 @pytest.mark.fast_cases("optim", "optim_grads_params")

@@ -52,15 +52,15 @@ def narrow(main: torch.dtype = HALF) -> MixedPrecisionPolicy:
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(5)) -> list[float]:
     """Of this rank's data; each step with clipping."""
-    found = []
+    losses = []
     for step in steps:
         loss = local_loss(model, step)
         loss.backward()
-        found.append(loss.item())
+        losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return losses
 
 
 class Stack(nn.Module):
@@ -87,7 +87,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks("world")
 def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2() -> None:
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, runs = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for shard, policy in (
         (torch_impl.fully_shard, KEPT),
         (fsdp.fully_shard, fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)),
@@ -99,8 +99,8 @@ def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2() -> None:
         losses = losses_of(model, optimizer)
         assert all(param.dtype == HALF for param in model.parameters())
         assert all(state["exp_avg"].dtype == HALF for state in optimizer.state.values())
-        found.append((losses, [param.full_tensor().detach() for param in model.parameters()]))
-    (losses, weights), (its_losses, its_weights) = found
+        runs.append((losses, [param.full_tensor().detach() for param in model.parameters()]))
+    (losses, weights), (its_losses, its_weights) = runs
     assert losses == its_losses
     assert all(torch.equal(mine, other) for mine, other in zip(weights, its_weights, strict=True))
     assert not torch.equal(weights[0], Stack().to(HALF).embed.weight)
@@ -120,9 +120,9 @@ def test_inputs_are_cast_to_main_weights_of_two_bytes(main: torch.dtype) -> None
     model = floats()
     for part in (model.frozen, model):
         torch_impl.fully_shard(part, mp_policy=MixedPrecisionPolicy(main_dtype=main))
-    found = model(rows[dist.get_rank()])
-    assert found.dtype == main
-    assert torch.equal(found, floats().to(main)(rows.to(main))[dist.get_rank()])
+    output = model(rows[dist.get_rank()])
+    assert output.dtype == main
+    assert torch.equal(output, floats().to(main)(rows.to(main))[dist.get_rank()])
     left = torch_impl.fully_shard(
         floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
     )
@@ -148,14 +148,14 @@ def test_main_weights_have_the_chosen_dtype_and_take_its_bytes(
     for strategy in STRATEGIES:
         model = sharded_toy(strategy=strategy, dtype=given, mp_policy=MixedPrecisionPolicy(main_dtype=main))
         groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
-        for one in groups:
-            assert (one.main_dtype, one.compute_dtype, one.reduce_dtype, one.grad_dtype) == names
+        for group in groups:
+            assert (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype) == names
         main_dtype = getattr(torch, names[0])
         expected = Toy().to(given).to(main_dtype)
         for param, want in zip(model.parameters(), expected.parameters(), strict=True):
             assert param.dtype == main_dtype
             assert torch.equal(whole(param), want.detach())
-        padded = sum(one.padded_numel for one in groups)
+        padded = sum(group.padded_numel for group in groups)
         shards = 1 if strategy == "no_shard" else dist.get_world_size()
         assert model.memory_report().main_weights == padded // shards * main_dtype.itemsize
 
@@ -271,22 +271,24 @@ def sharded_lora(edit: Callable[[Lora], Any] = lambda _: None, **options: Any) -
 def test_frozen_bfloat16_weights_take_two_bytes_an_element(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
-    given = {name: param.detach() for name, param in Lora().named_parameters() if not param.requires_grad}
+    frozen_values = {
+        name: param.detach() for name, param in Lora().named_parameters() if not param.requires_grad
+    }
     losses_of(model, optimizer)
     groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
     shards = 1 if strategy == "no_shard" else dist.get_world_size()
-    frozen = sum(one.padded_numel for one in groups if not one.trainable) // shards
-    trained = sum(one.padded_numel for one in groups if one.trainable) // shards
+    frozen = sum(group.padded_numel for group in groups if not group.trainable) // shards
+    trained = sum(group.padded_numel for group in groups if group.trainable) // shards
     report = model.memory_report(optimizer)
     assert report.main_weights == 2 * frozen + 4 * trained
     if strategy == "no_shard":
         # The frozen weights are themselves what forward computes with.
         assert report.compute_weights == 2 * trained
     for name, param in model.named_parameters():
-        assert param.dtype == (HALF if name in given else torch.float32)
-        assert (param in optimizer.state) == (name not in given)
-        if name in given:
-            assert torch.equal(whole(param), given[name])
+        assert param.dtype == (HALF if name in frozen_values else torch.float32)
+        assert (param in optimizer.state) == (name not in frozen_values)
+        if name in frozen_values:
+            assert torch.equal(whole(param), frozen_values[name])
             assert param.grad is None
 
 
@@ -301,9 +303,9 @@ def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(strategy
     for step in range(3):
         local_loss(model, step).backward()
         full_batch_loss(reference, step).backward()
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         assert param.dtype == (torch.float32 if want.requires_grad else HALF)
         torch.testing.assert_close(whole(param).float(), want.detach(), rtol=1e-4, atol=1e-6)
@@ -359,10 +361,10 @@ def test_a_checkpoint_holds_frozen_weights_as_they_are_and_goes_on_on_other_rank
     assert stored["model.layers.0.up.weight"] == "float32"
     assert "optimizer.state.layers.0.base.weight.exp_avg" not in stored
     for world, strategy in ((2, "optim"), (3, "optim_grads_params")):
-        for found in ranks.run(world, loaded, path, strategy):
-            assert found == pytest.approx(expected, rel=1e-2)
+        for losses in ranks.run(world, loaded, path, strategy):
+            assert losses == pytest.approx(expected, rel=1e-2)
             # Before the step nothing depends on the number of ranks.
-            assert found[0] == expected[0]
+            assert losses[0] == expected[0]
     (text,) = set(ranks.run(2, refused, path))
     assert "another main_dtype?" in text
     assert "twinshard convert --cast" in text
@@ -400,7 +402,7 @@ def test_bfloat16_main_weights_are_saved_so_and_go_on_with_the_same_bits(
 @on_ranks(2)
 def test_a_half_precision_parameter_that_is_unfrozen_later_is_refused_by_name(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
-    tokens, targets = (one[dist.get_rank()] for one in batch(0, dist.get_world_size(), 1))
+    tokens, targets = (tensor[dist.get_rank()] for tensor in batch(0, dist.get_world_size(), 1))
     before = mse(model, tokens, targets).item()
     weight = model.layers[1].base.weight.requires_grad_(True)
     text = (
@@ -432,7 +434,7 @@ def test_frozen_weights_come_from_the_meta_device_in_their_dtype() -> None:
     model.to_empty(device="cpu")
     model.load_state_dict(Lora().state_dict())
     expected = sharded_lora()
-    tokens, targets = (one[dist.get_rank()] for one in batch(0, dist.get_world_size(), 1))
+    tokens, targets = (tensor[dist.get_rank()] for tensor in batch(0, dist.get_world_size(), 1))
     assert mse(model, tokens, targets).item() == mse(expected, tokens, targets).item()
     for param, want in zip(model.parameters(), expected.parameters(), strict=True):
         assert param.dtype == want.dtype
@@ -443,12 +445,12 @@ def test_frozen_weights_come_from_the_meta_device_in_their_dtype() -> None:
 @on_ranks(2)
 def test_weights_in_host_memory_train_with_the_same_bits() -> None:
     for make in (sharded_lora, lambda **options: sharded_toy(mp_policy=narrow(), **options)):
-        found = []
+        runs = []
         for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
             model = make(**options)
             losses = losses_of(model, MainWeightAdamW(model.parameters(), lr=1e-2))
-            found.append((losses, [local_of(param).detach() for param in model.parameters()]))
-        (losses, weights), (its_losses, its_weights) = found
+            runs.append((losses, [local_of(param).detach() for param in model.parameters()]))
+        (losses, weights), (its_losses, its_weights) = runs
         assert losses == its_losses
         assert all(
             torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(weights, its_weights, strict=True)
@@ -460,23 +462,23 @@ def test_weights_in_host_memory_train_with_the_same_bits() -> None:
 @on_ranks(2)
 def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(gather: str) -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, gather_dtype=gather)
-    found = []
+    losses = []
     for edit in (lambda _: None, Lora.float):
         model = sharded_lora(edit, mp_policy=policy)
-        found.append(losses_of(model, MainWeightAdamW(model.parameters(), lr=1e-2)))
+        losses.append(losses_of(model, MainWeightAdamW(model.parameters(), lr=1e-2)))
         groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
-        assert {one.gather_dtype for one in groups if not one.trainable} == {gather, "bfloat16"}
-    assert found[0] == found[1]
+        assert {group.gather_dtype for group in groups if not group.trainable} == {gather, "bfloat16"}
+    assert losses[0] == losses[1]
 
 
 @on_ranks(1)
 def test_what_needs_float32_main_weights_refuses_others() -> None:
     with pytest.raises(ValueError, match=r"main_dtype: expected torch.float32 .* got torch.bfloat16"):
         MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=HALF)
-    given = MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=None)
+    quantized = MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=None)
     with pytest.raises(ValueError, match=r"weight: expected float32 main weights with gather_dtype='mxfp8'"):
-        torch_impl.fully_shard(nn.Linear(3, 5).to(HALF), mp_policy=given)
-    torch_impl.fully_shard(nn.Linear(3, 5), mp_policy=given)
+        torch_impl.fully_shard(nn.Linear(3, 5).to(HALF), mp_policy=quantized)
+    torch_impl.fully_shard(nn.Linear(3, 5), mp_policy=quantized)
     for main in (HALF, None):
         policy = MixedPrecisionPolicy(HALF, store_param_remainders=True, main_dtype=main)
         with pytest.raises(ValueError, match=r"weight: expected float32 main weights .* got torch.bfloat16"):
@@ -494,33 +496,33 @@ def test_frozen_bfloat16_weights_have_no_remainders() -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, store_param_remainders=True)
     model = sharded_lora(strategy="optim", mp_policy=policy)
     plain = sharded_lora(strategy="optim")
-    found = [losses_of(one, MainWeightAdamW(one.parameters(), lr=1e-2)) for one in (model, plain)]
-    assert found[0] == found[1]
+    losses = [losses_of(module, MainWeightAdamW(module.parameters(), lr=1e-2)) for module in (model, plain)]
+    assert losses[0] == losses[1]
     frozen = [
-        one
+        group
         for m in model.modules()
         if hasattr(m, "_unit")
-        for one in m._unit.groups
-        if not one.params[0].requires_grad
+        for group in m._unit.groups
+        if not group.params[0].requires_grad
     ]
     assert frozen
-    assert all(one.weights.main.flat.dtype == HALF and not one.dtypes.remainders for one in frozen)
+    assert all(group.weights.main.flat.dtype == HALF and not group.dtypes.remainders for group in frozen)
 
 
 @on_ranks(2)
 def test_a_policy_file_chooses_the_main_weights_dtype() -> None:
     text = '[precision]\nmain = "{}"\ncompute = "float32"\n[[unit]]\nmatch = ""\n'
-    for main, given, expected in (
+    for main, dtype, expected in (
         ("bfloat16", torch.float32, HALF),
         ("given", HALF, HALF),
         ("given", torch.float64, torch.float64),
         ("float32", HALF, torch.float32),
     ):
-        model = Toy().to(given)
+        model = Toy().to(dtype)
         model.head.weight.requires_grad_(False)
         torch_impl.ShardingPolicy.parse(text.format(main), "f").apply(model)
         for name, param in model.named_parameters():
-            assert param.dtype == (given if name == "head.weight" else expected)
+            assert param.dtype == (dtype if name == "head.weight" else expected)
         mse(model, *batch(0, 1, 1)).backward()
         assert {param.grad.dtype for param in model.parameters() if param.requires_grad} == {expected}
     with pytest.raises(

@@ -281,9 +281,9 @@ def test_modules_inside_a_unit_may_get_memory_one_after_the_other(
     for _ in range(2):
         model(inputs[dist.get_rank()]).square().mean().backward()
         reference(inputs).square().mean().backward()
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     assert_same_weights(model, reference)
     assert_at_rest(model)
 

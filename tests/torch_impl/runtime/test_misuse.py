@@ -121,10 +121,10 @@ def different_models(case: str) -> str:
             options["strategy"] = "optim"
         else:
             model.stack.requires_grad_(False)
-    kind = type(model)
+    module_class = type(model)
     with pytest.raises(ValueError, match="ranks differ") as caught:
         torch_impl.fully_shard(model, **options)
-    assert type(model) is kind
+    assert type(model) is module_class
     return str(caught.value)
 
 

@@ -189,15 +189,15 @@ class Layers(nn.Module):
 def gradient_bytes(strategy: str) -> list[int]:
     """What is reported in the middle of four backwards: the first, with a reduced gradient, and after ``no_sync``."""
     model = torch_impl.fully_shard(Layers(), strategy=strategy, align=1)
-    found: list[int] = []
-    Watch.report = staticmethod(lambda: found.append(model.memory_report().gradients))
+    nbytes: list[int] = []
+    Watch.report = staticmethod(lambda: nbytes.append(model.memory_report().gradients))
     x = torch.full((2, 5), dist.get_rank() + 1.0)
     for step in range(4):
         if step == 2:
             model.zero_grad()
         model.set_is_last_backward(step != 2)
         model(x).sum().backward()
-    return found
+    return nbytes
 
 
 def test_a_memory_report_in_backward_counts_the_gradients_being_collected(ranks: RankGroup) -> None:

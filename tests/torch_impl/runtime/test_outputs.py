@@ -29,7 +29,7 @@ class Positions(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
 
-    def forward(self, kind: str) -> object:
+    def forward(self, name: str) -> object:
         outputs: dict[str, object] = {
             "whole": self.table,
             "view": self.table[1:3],
@@ -37,7 +37,7 @@ class Positions(nn.Module):
             "nested": {"rows": [self.table[:2], self.table.sum()]},
             "opaque": Wrapped(self.table[:2]),
         }
-        return outputs[kind]
+        return outputs[name]
 
 
 @dataclass
@@ -53,21 +53,21 @@ def test_a_unit_may_return_its_weights(strategy: str, keep: bool) -> None:
     table = torch.arange(20.0).view(4, 5)
     scale = dist.get_rank() + 1.0
     mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
-    for kind, rows in (("whole", slice(0, 4)), ("view", slice(1, 3)), ("nested", slice(0, 2))):
-        output = model(kind)
-        found = output["rows"][0] if kind == "nested" else output
-        assert torch.equal(found, table[rows])
-        (found * scale).sum().backward()
+    for name, rows in (("whole", slice(0, 4)), ("view", slice(1, 3)), ("nested", slice(0, 2))):
+        output = model(name)
+        tensor = output["rows"][0] if name == "nested" else output
+        assert torch.equal(tensor, table[rows])
+        (tensor * scale).sum().backward()
         expected = torch.zeros(4, 5)
         expected[rows] = mean
         assert torch.equal(whole(model.table.grad), expected)
         model.zero_grad()
         assert_at_rest(model)
-        assert torch.equal(found, table[rows])
+        assert torch.equal(tensor, table[rows])
     with torch.no_grad():
-        for kind in ("whole", "detached"):
-            found = model(kind)
-            assert torch.equal(found, table)
+        for name in ("whole", "detached"):
+            tensor = model(name)
+            assert torch.equal(tensor, table)
     if strategy == "optim_grads_params":
         with pytest.raises(RuntimeError, match="FSDPPositions: an output shares memory with the sharded"):
             model("opaque")
@@ -82,14 +82,14 @@ class Wraps(nn.Module):
         self.table = nn.Parameter(torch.arange(20.0).view(4, 5))
         self.inner = torch_impl.fully_shard(nn.Linear(5, 3, bias=False))
 
-    def forward(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        if kind == "inner weight":
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if name == "inner weight":
             return self.inner.weight
-        if kind == "jagged":
+        if name == "jagged":
             return torch.nested.nested_tensor_from_jagged(x @ self.table, torch.tensor([0, 1, 4]))
-        if kind == "sparse":
+        if name == "sparse":
             return (x @ self.table.detach()).to_sparse()
-        local = self.table.detach() if kind == "distributed weight" else x.detach()
+        local = self.table.detach() if name == "distributed weight" else x.detach()
         return DTensor.from_local(local, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
 
 
@@ -171,9 +171,9 @@ def passed_on_inputs(strategy: str) -> None:
         return x.grad
 
     for how in ("tuple", "list", "in place"):
-        found = backward(model, inputs[dist.get_rank()], how, 1.0)
+        grad = backward(model, inputs[dist.get_rank()], how, 1.0)
         expected = [backward(reference, x, how, 1 / len(inputs)) for x in inputs]
-        torch.testing.assert_close(found, expected[dist.get_rank()] * len(inputs))
+        torch.testing.assert_close(grad, expected[dist.get_rank()] * len(inputs))
         assert_same_gradients(model, reference)
         assert_at_rest(model)
 

@@ -129,12 +129,16 @@ def deleted_without_collection(strategy: str, pending: bool) -> int:
 
 
 def storages() -> list[torch.UntypedStorage]:
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    found = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors if type(one) in KINDS}
-    return list(found.values())
+    tensors = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
+    by_address = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage()
+        for tensor in tensors
+        if type(tensor) in TENSOR_CLASSES
+    }
+    return list(by_address.values())
 
 
-KINDS = (torch.Tensor, nn.Parameter)
+TENSOR_CLASSES = (torch.Tensor, nn.Parameter)
 
 
 @pytest.mark.fast_cases("False-optim_grads_params", "True-no_shard")

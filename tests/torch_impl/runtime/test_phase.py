@@ -38,9 +38,9 @@ def documented() -> list[Row]:
     for match in re.finditer(_ROW, table.__doc__, re.MULTILINE):
         event, sources, target = match.groups()
         left_out = sources.removeprefix("any").split(" but ")[1:]
-        names = [one.name for one in Phase] if sources.startswith("any") else sources.split(", ")
-        given = [Phase[name] for name in names if name not in left_out]
-        steps = ((Event[event], one, one if target == "same" else Phase[target]) for one in given)
+        names = [phase.name for phase in Phase] if sources.startswith("any") else sources.split(", ")
+        phases = [Phase[name] for name in names if name not in left_out]
+        steps = ((Event[event], phase, phase if target == "same" else Phase[target]) for phase in phases)
         rows.append(Row(match.group().strip(), frozenset(steps)))
     return rows
 
@@ -186,8 +186,8 @@ def failing_in_backward(inner: Inner) -> None:
 
 
 def gradient_inside(inner: Inner, x: torch.Tensor) -> None:
-    given = x.detach().requires_grad_()
-    torch.autograd.grad(inner(given).sum(), given)
+    inputs = x.detach().requires_grad_()
+    torch.autograd.grad(inner(inputs).sum(), inputs)
 
 
 def recomputed_gradient_inside(inner: Inner) -> None:
@@ -196,11 +196,11 @@ def recomputed_gradient_inside(inner: Inner) -> None:
 
 
 def failing_gradient_inside(inner: Inner, x: torch.Tensor) -> None:
-    given = x.detach().requires_grad_()
-    middle = given * 1
+    inputs = x.detach().requires_grad_()
+    middle = inputs * 1
     middle.register_hook(raises)
     with pytest.raises(ValueError, match="planned"):
-        torch.autograd.grad(inner(middle).sum(), given)
+        torch.autograd.grad(inner(middle).sum(), inputs)
     inner(x)
 
 

@@ -66,7 +66,7 @@ def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(s
         torch_impl.fully_shard(child, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
     assert_at_rest(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (model, reference)]
     for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()

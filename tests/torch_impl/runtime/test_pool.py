@@ -82,8 +82,8 @@ def compare_with_and_without(name: str, compute: str) -> None:
         model = sharded_tower(pool, mp_policy=policy)
         train(model, STEPS[name], results[pool])
         assert (model.buffer_plan() is not None) == pool
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(*results, strict=True):
+        assert torch.equal(tensor, other)
     if compute == "float32":
         reference = seeded(Tower)
         train(reference, STEPS[name], [])
@@ -92,7 +92,7 @@ def compare_with_and_without(name: str, compute: str) -> None:
 
 # Every sixth program in the normal run: each trains twice.
 PROGRAMS = [
-    name if place % 6 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(STEPS)
+    name if index % 6 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(STEPS)
 ]
 
 
@@ -275,7 +275,7 @@ def test_a_deleted_model_frees_its_slots_without_the_garbage_collector() -> None
         model, optimizer = warmed_up()
         loss = loss_of(model, data(9)[dist.get_rank(), 0])
         pool = model._unit.schedule.pool
-        watched = [weakref.ref(one) for one in (pool, *pool._slots.values())]
+        watched = [weakref.ref(owner) for owner in (pool, *pool._slots.values())]
         assert len(watched) > BLOCKS
         del pool, model, optimizer, loss
         assert all(ref() is None for ref in watched)
@@ -293,7 +293,7 @@ def test_a_program_that_changed_for_good_is_planned_anew() -> None:
         optimizer.zero_grad()
     plan = model.buffer_plan()
     assert plan != planned
-    assert {one.name for one in plan.lifetimes if one.purpose == "weights"} == {
+    assert {lifetime.name for lifetime in plan.lifetimes if lifetime.purpose == "weights"} == {
         "root",
         "blocks.0",
         "blocks.2",
@@ -311,7 +311,7 @@ def test_a_program_that_alternates_between_steps_keeps_its_plan() -> None:
         optimizer.step()
         plans.append(model.buffer_plan())
     assert all(plan is plans[5] for plan in plans[5:])
-    assert {one.name for one in plans[5].lifetimes if one.purpose == "weights"} == {
+    assert {lifetime.name for lifetime in plans[5].lifetimes if lifetime.purpose == "weights"} == {
         "root",
         *(f"blocks.{k}" for k in range(BLOCKS)),
     }

@@ -19,8 +19,8 @@ spans = st.integers(0, 30).flatmap(lambda start: st.tuples(st.just(start), st.in
 @given(st.lists(spans, max_size=20))
 def test_no_two_overlapping_lifetimes_share_a_slot_and_slots_are_the_fewest(lifetimes: list[Any]) -> None:
     numbers = colour([[span] for span in lifetimes])
-    for (a, one), (b, other) in combinations(zip(lifetimes, numbers, strict=True), 2):
-        assert one != other or a[1] <= b[0] or b[1] <= a[0]
+    for (a, slot), (b, other) in combinations(zip(lifetimes, numbers, strict=True), 2):
+        assert slot != other or a[1] <= b[0] or b[1] <= a[0]
     depth = max((sum(a <= time < b for a, b in lifetimes) for time in range(31)), default=0)
     assert len(set(numbers)) == depth
 
@@ -54,16 +54,16 @@ def bytes_at(spans: list[tuple[tuple[int, int], int]], time: int) -> int:
 def test_a_plan_needs_no_more_memory_in_a_pass_than_buffers_of_their_own(step: Any) -> None:
     lifetimes, turn, duration = step
     plan = plan_buffers(lifetimes, turn, duration)
-    for (a, one), (b, other) in combinations(zip(lifetimes, plan.slots, strict=True), 2):
-        if one is not None and one == other:
+    for (a, slot), (b, other) in combinations(zip(lifetimes, plan.slots, strict=True), 2):
+        if slot is not None and slot == other:
             assert (a.purpose, a.nbytes) == (b.purpose, b.nbytes)
             assert all(x[1] <= y[0] or y[1] <= x[0] for x in a.spans for y in b.spans)
-    alone = [(span, one.nbytes) for one in lifetimes for span in one.spans]
+    alone = [(span, lifetime.nbytes) for lifetime in lifetimes for span in lifetime.spans]
     pairs = list(zip(lifetimes, plan.slots, strict=True))
-    planned = [(span, one.nbytes) for one, slot in pairs if slot is None for span in one.spans]
+    planned = [(span, lifetime.nbytes) for lifetime, slot in pairs if slot is None for span in lifetime.spans]
     for slot, held in enumerate(plan.memory):
         assert all(end <= start for (_, end), (start, _) in pairwise(held))
-        uses = [span for one, its in pairs if its == slot for span in one.spans]
+        uses = [span for lifetime, its in pairs if its == slot for span in lifetime.spans]
         assert all(any(start <= a and b <= end for start, end in held) for a, b in uses)
         planned += [(span, plan.slot_bytes[slot]) for span in held]
     for times in range(turn), range(turn, duration):
@@ -92,7 +92,10 @@ def test_slots_that_are_used_as_planned_have_memory_when_the_plan_says(step: Any
             (plan.keeps(number, False), plan.keeps(number, True)),
         )
         uses = sorted(
-            s for one, its in zip(lifetimes, plan.slots, strict=True) if its == number for s in one.spans
+            s
+            for lifetime, its in zip(lifetimes, plan.slots, strict=True)
+            if its == number
+            for s in lifetime.spans
         )
         # A use may last from forward into backward.
         if any(start < turn < end for start, end in uses):

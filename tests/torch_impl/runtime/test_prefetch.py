@@ -41,7 +41,7 @@ def train(strategy: str, prefetch: int) -> list[torch.Tensor]:
     model, reference = sharded_toy(**options_of(strategy), prefetch=prefetch), Toy()
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    world, found = dist.get_world_size(), []
+    world, tensors = dist.get_world_size(), []
     for number in range(STEPS):
         tokens, targets = batch(number, world, MICROBATCHES)
         for k in range(MICROBATCHES):
@@ -50,16 +50,16 @@ def train(strategy: str, prefetch: int) -> list[torch.Tensor]:
             (mse(model, tokens[mine], targets[mine]) / MICROBATCHES).backward()
         mse(reference, tokens, targets).backward()
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
-        found += [whole(param.grad) for param in model.parameters()]
+        tensors += [whole(param.grad) for param in model.parameters()]
         optimizer.step()
         expected.step()
         assert_same_weights(model, reference)
         if strategy == "optim_grads_params":
             assert_at_rest(model)
-        found += [whole(param) for param in model.parameters()]
+        tensors += [whole(param) for param in model.parameters()]
         optimizer.zero_grad()
         expected.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.fast_cases("optim_grads-3")
@@ -70,8 +70,8 @@ def train(strategy: str, prefetch: int) -> list[torch.Tensor]:
 def test_gradients_and_weights_are_the_same_bits_with_and_without(strategy: str) -> None:
     serial, ahead = train(strategy, 0), train(strategy, 1)
     assert len(serial) == 2 * STEPS * len(list(Toy().parameters()))
-    for one, other in zip(serial, ahead, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(serial, ahead, strict=True):
+        assert torch.equal(tensor, other)
 
 
 @contextmanager
@@ -193,8 +193,8 @@ def pooled(prefetch: int) -> dict[str, int]:
     assert plan is not None
     weights = {
         slot
-        for one, slot in zip(plan.lifetimes, plan.slots, strict=True)
-        if one.purpose == "weights" and slot is not None
+        for lifetime, slot in zip(plan.lifetimes, plan.slots, strict=True)
+        if lifetime.purpose == "weights" and slot is not None
     }
     [nbytes] = {group.weights.compute.nbytes for layer in model.layers for group in layer._unit.groups}
     return {"slots": len(weights), "layers": sum(plan.slot_bytes[slot] for slot in weights) // nbytes}

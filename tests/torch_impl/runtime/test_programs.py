@@ -210,9 +210,9 @@ def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(strategy: str, whe
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0))
         assert_same_gradients(model, reference)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(param), want.detach())
 
@@ -272,8 +272,8 @@ def test_hooks_for_accumulated_gradients_run_with_the_reduced_gradient(strategy:
     model(inputs[dist.get_rank()]).square().mean().backward()
     for part in inputs:
         (reference(part).square().mean() / len(inputs)).backward()
-    for found, param in zip(seen, reference.parameters(), strict=True):
-        torch.testing.assert_close(found, param.grad)
+    for grad, param in zip(seen, reference.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad)
 
 
 class Caching(nn.Module):

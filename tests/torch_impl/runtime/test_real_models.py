@@ -50,14 +50,14 @@ USUAL = [
 
 def cases() -> list[Any]:
     """Every model with every placement and optimizer; all but one of each model are slow."""
-    found = []
+    combinations = []
     for name, usual in zip(MODELS, itertools.cycle(USUAL), strict=False):
         for strategy, shape in PLACEMENTS:
             for optimizer in OPTIMIZERS:
                 marks = () if (strategy, shape, optimizer) == usual else pytest.mark.slow
                 label = f"{name}-{strategy}-{'x'.join(map(str, shape))}-{optimizer}"
-                found.append(pytest.param(name, strategy, shape, optimizer, marks=marks, id=label))
-    return found
+                combinations.append(pytest.param(name, strategy, shape, optimizer, marks=marks, id=label))
+    return combinations
 
 
 def sharded_run(

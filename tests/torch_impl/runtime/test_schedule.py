@@ -110,8 +110,8 @@ def step(model: Chain, reference: Chain, scale: float = 1.0) -> None:
         ((reference(part * scale)).square().mean() / len(inputs)).backward()
     assert_same_gradients(model, reference)
     assert_at_rest(model)
-    for one in (model, reference):
-        one.zero_grad()
+    for module in (model, reference):
+        module.zero_grad()
 
 
 def pipelined() -> tuple[list[str], list[str]]:
@@ -338,8 +338,8 @@ def test_weights_that_change_after_they_were_prefetched_are_gathered_again() -> 
 def test_a_root_may_become_an_inner_unit() -> None:
     """A sharded module inside a plain one is a root, until an outer unit takes over."""
     last = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    for one in last:
-        one.load_state_dict({"weight": torch.full((1, 1), 0.5), "bias": torch.zeros(1)})
+    for linear in last:
+        linear.load_state_dict({"weight": torch.full((1, 1), 0.5), "bias": torch.zeros(1)})
     outer, reference = nn.Sequential(sharded_chain(), last[0]), nn.Sequential(seeded(Chain), last[1])
     mine = rank_inputs()[dist.get_rank()]
     torch.testing.assert_close(outer[0](mine), reference[0](mine))
@@ -354,8 +354,8 @@ def test_a_root_may_become_an_inner_unit() -> None:
             (reference(part).square().mean() / WORLD).backward()
         assert_same_gradients(outer, reference)
         assert_at_rest(outer)
-        for one in (outer, reference):
-            one.zero_grad()
+        for module in (outer, reference):
+            module.zero_grad()
 
 
 def count_gathers_under_way() -> None:
@@ -394,17 +394,17 @@ def test_the_next_unit_is_gathered_when_the_own_weights_have_come(ranks: RankGro
 def weights_beside_new_buffers() -> list[bool]:
     """Whether a layer's weights were there when its gradients got their buffer."""
     model, reference = sharded_chain(), seeded(Chain)
-    found = []
+    allocated = []
     for layer in model.layers:
         group = layer._unit.groups[0]
 
         def noting(keep: bool, group: Any = group, make: Any = group.gradient._make_buffer) -> None:
-            found.append(group.weights.compute.allocated)
+            allocated.append(group.weights.compute.allocated)
             make(keep)
 
         group.gradient._make_buffer = noting
     step(model, reference)
-    return found
+    return allocated
 
 
 def test_gradients_that_came_together_get_their_buffer_when_the_weights_are_freed(ranks: RankGroup) -> None:

@@ -43,7 +43,7 @@ class Setter:
 
 def on_each(name: str, *args: Any) -> Callable[[nn.Sequential], object]:
     """For setters that reach one module only."""
-    return lambda model: [getattr(one, name)(*args) for one in (*model.blocks, model)]
+    return lambda model: [getattr(module, name)(*args) for module in (*model.blocks, model)]
 
 
 class Event:
@@ -194,8 +194,8 @@ def summary(model: nn.Sequential, grads: dict[str, torch.Tensor], seen: dict[str
     "name",
     [
         # The others are there for programs that call them, and change nothing.
-        pytest.param(name, marks=() if one.effect or one.gradient != 1 else pytest.mark.slow)
-        for name, one in SETTERS.items()
+        pytest.param(name, marks=() if setter.effect or setter.gradient != 1 else pytest.mark.slow)
+        for name, setter in SETTERS.items()
     ],
 )
 @on_ranks(2)
@@ -216,7 +216,7 @@ def test_what_is_set_holds_from_the_next_microbatch_on(name: str) -> None:
         for key, want in wanted.items():
             text = f"{name} {moment}: {key}"
             torch.testing.assert_close(
-                whole(grads[key]), want * setter.gradient, msg=lambda found, text=text: f"{text}: {found}"
+                whole(grads[key]), want * setter.gradient, msg=lambda message, text=text: f"{text}: {message}"
             )
 
 
@@ -232,16 +232,16 @@ def test_gradients_are_divided_as_fsdp2_divides_them_at_every_moment() -> None:
     factor = 1.0
 
     def divide(model: nn.Sequential) -> None:
-        for one in (*model.blocks, model):
-            one.set_force_sum_reduction_for_comms(True)
-            one.set_gradient_divide_factor(factor)
+        for module in (*model.blocks, model):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(factor)
 
     for moment in MOMENTS:
-        found = [
+        grads = [
             life(fully_shard, Setter(divide), moment, {})[1]
             for fully_shard in (torch_impl.fully_shard, fsdp.fully_shard)
         ]
-        for key, ours in found[0].items():
+        for key, ours in grads[0].items():
             torch.testing.assert_close(
-                ours.full_tensor(), found[1][key].full_tensor(), msg=f"{moment}: {key}"
+                ours.full_tensor(), grads[1][key].full_tensor(), msg=f"{moment}: {key}"
             )

@@ -46,11 +46,11 @@ def expert_parallel(shard: Callable[..., Any], result: Callable[..., Any], root:
     part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
     model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
 
-    def place(param: nn.Parameter) -> Any:
+    def placement_of(param: nn.Parameter) -> Any:
         return result(root["efsdp"]) if param is model.experts else Shard(param.ndim - 1)
 
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    shard(model, mesh=everyone, shard_placement_fn=place)
+    shard(model, mesh=everyone, shard_placement_fn=placement_of)
     return model
 
 
@@ -91,8 +91,8 @@ def over_their_own_mesh(path: str) -> None:
     model = expert_parallel(torch_impl.fully_shard, result, root)
     assert [group.mesh.size for group in model._unit.groups] == [2, 4]
     expected, losses = reference(3)
-    found = trained(model, 3)
-    torch.testing.assert_close(found, [one[dist.get_rank()] for one in losses])
+    own_losses = trained(model, 3)
+    torch.testing.assert_close(own_losses, [by_rank[dist.get_rank()] for by_rank in losses])
     for name, param in model.named_parameters():
         torch.testing.assert_close(whole(param), dict(expected.named_parameters())[name].detach())
     total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -116,15 +116,15 @@ def over_their_own_mesh(path: str) -> None:
 
     def evenly(module: nn.Module, *, shard_placement_fn: Callable[..., Any], **options: Any) -> None:
         # FSDP2 cuts other dimensions than the first one evenly only.
-        def place(param: nn.Parameter) -> Any:
+        def placement_of(param: nn.Parameter) -> Any:
             wanted = shard_placement_fn(param)
             return None if isinstance(wanted, Shard) else wanted
 
-        fsdp.fully_shard(module, shard_placement_fn=place, **options)
+        fsdp.fully_shard(module, shard_placement_fn=placement_of, **options)
 
-    torch.testing.assert_close(trained(expert_parallel(evenly, stock, root), 3), found)
+    torch.testing.assert_close(trained(expert_parallel(evenly, stock, root), 3), own_losses)
     ours = expert_parallel(torch_impl.fully_shard, stock, root)
-    assert trained(ours, 3) == found
+    assert trained(ours, 3) == own_losses
 
 
 def test_parameters_are_sharded_over_the_mesh_of_their_placement(ranks: RankGroup, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ class Routed(nn.Module):
 
     def forward(self, x: torch.Tensor, route: str) -> torch.Tensor:
         used = [self.experts[key] for key in route]
-        own = [one.to_local() if isinstance(one, DTensor) else one for one in used]
+        own = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in used]
         return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), torch.stack(own).sum(0)).tanh()
 
 
@@ -157,12 +157,12 @@ def routed() -> Routed:
         part = whole_experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
         model.experts[key] = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
 
-    def place(param: nn.Parameter) -> Any:
+    def placement_of(param: nn.Parameter) -> Any:
         placement = SimpleNamespace(placement=None, mesh_info=mesh_info(root["efsdp"]))
         return placement if param.ndim == 3 else None
 
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    return torch_impl.fully_shard(model, mesh=everyone, shard_placement_fn=place)
+    return torch_impl.fully_shard(model, mesh=everyone, shard_placement_fn=placement_of)
 
 
 def backward_of_all(reference: Routed, step: int, routes: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh() 
             assert (got is None) == (param.grad is None), (step, name)
             if param.grad is not None:
                 torch.testing.assert_close(whole(got), param.grad)
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (model, reference)]
+        norms = [nn.utils.clip_grad_norm_(module.parameters(), 1.0) for module in (model, reference)]
         torch.testing.assert_close(norms[0], norms[1])
         model.zero_grad()
         reference.zero_grad()
@@ -198,7 +198,7 @@ def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient() -> None:
     """What one rank uses of its experts is used on the rank that has the same ones, and nowhere else."""
     model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, user in enumerate((0, 3, 2)):
-        routes = ["ab" if one == user else "a" for one in range(4)]
+        routes = ["ab" if index == user else "a" for index in range(4)]
         model(inputs(step)[rank], routes[rank]).square().mean().backward()
         backward_of_all(reference, step, routes)
         with_gradient = {"dense.weight", "dense.bias", "experts.a"}
@@ -219,15 +219,15 @@ def hybrid() -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
 
-    def place(param: nn.Parameter) -> Any:
+    def placement_of(param: nn.Parameter) -> Any:
         placement = SimpleNamespace(placement=None, mesh_info=mesh_info(root))
         return placement if param.ndim == 3 else None
 
-    model, plain = sharded_toy(mesh=everyone, shard_placement_fn=place), Toy()
+    model, plain = sharded_toy(mesh=everyone, shard_placement_fn=placement_of), Toy()
     stack = model.blocks[0].stack
     assert stack.placements[0] == Replicate()
     assert len(stack.placements) == 2
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
     for step in range(2):
         tokens, targets = batch(step, 4, 1)
         mse(plain, tokens, targets).backward()
@@ -247,10 +247,10 @@ def hints() -> None:
     plain = torch_impl.fully_shard(Block())
     for dim in (0, 1, -1):
 
-        def place(param: nn.Parameter, dim: int = dim) -> Shard | None:
+        def placement_of(param: nn.Parameter, dim: int = dim) -> Shard | None:
             return Shard(dim) if param.ndim > 1 else None
 
-        model = torch_impl.fully_shard(Block(), shard_placement_fn=place)
+        model = torch_impl.fully_shard(Block(), shard_placement_fn=placement_of)
         assert model._unit.groups[0].layout == plain._unit.groups[0].layout
     unit = plain._unit.groups[0].mesh
     assert isinstance(unit, DataParallelMesh)
@@ -280,7 +280,7 @@ def hints() -> None:
     for error, message, placement, options in cases:
         module = Block()
         with pytest.raises(error, match=message):
-            torch_impl.fully_shard(module, shard_placement_fn=lambda _, given=placement: given, **options)
+            torch_impl.fully_shard(module, shard_placement_fn=lambda _, chosen=placement: chosen, **options)
         assert type(module) is Block
 
 

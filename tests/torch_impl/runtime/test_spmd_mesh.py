@@ -138,7 +138,7 @@ def test_several_axes_are_one() -> None:
         plain = Toy()
         assert model.embed.weight.device_mesh.mesh_dim_names == names
         tokens, targets = batch(0, 4, 1)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
         mse(plain, tokens, targets).backward()
         mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
         for optimizer in optimizers:
@@ -178,9 +178,9 @@ def replicas() -> None:
     assert calls == [torch.float32] * 4
     theirs = trained_with(fsdp.fully_shard)
     for name, param in reference().named_parameters():
-        found = whole(ours.get_parameter(name))
-        torch.testing.assert_close(found, param.detach(), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found, theirs.get_parameter(name).full_tensor(), rtol=1e-4, atol=1e-6)
+        weight = whole(ours.get_parameter(name))
+        torch.testing.assert_close(weight, param.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weight, theirs.get_parameter(name).full_tensor(), rtol=1e-4, atol=1e-6)
 
 
 def test_hooks_reduce_over_groups_that_the_mesh_does_not_know(ranks: RankGroup) -> None:

@@ -13,13 +13,13 @@ import torch_impl
 from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import Toy
 
-KINDS = ("AdamW", "SGD", "Adafactor", "RMSprop", "NAdam")
+OPTIMIZERS = ("AdamW", "SGD", "Adafactor", "RMSprop", "NAdam")
 
 
 @on_ranks(2)
 def test_a_stock_optimizer_built_before_sharding_raises_and_does_not_train_nothing() -> None:
     model = Toy()
-    optimizers = [getattr(torch.optim, kind)(model.parameters()) for kind in KINDS]
+    optimizers = [getattr(torch.optim, name)(model.parameters()) for name in OPTIMIZERS]
     early = list(model.parameters())
     torch_impl.fully_shard(model)
     late = torch.optim.SGD(early)

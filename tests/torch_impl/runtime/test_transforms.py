@@ -288,11 +288,11 @@ def exact(
     torch_impl.fully_shard(model, **options)
     if keep:
         model.set_reshard_after_backward(False)
-    found = trained(model, loss_of, [dist.get_rank()], steps)
+    tensors = trained(model, loss_of, [dist.get_rank()], steps)
     for index in range(0, 2 * steps, 2):
-        dist.all_reduce(found[index])
-        found[index] /= world
-    for have, want in zip(found, expected, strict=True):
+        dist.all_reduce(tensors[index])
+        tensors[index] /= world
+    for have, want in zip(tensors, expected, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
 
 

@@ -308,16 +308,19 @@ def test_checkpoints_move_between_meshes(ranks: RankGroup, tmp_path: Any, saver:
 
 @on_ranks(WORLD)
 def test_strategies_that_do_not_fit_the_mesh_are_refused() -> None:
-    two, one = mesh_of(2, 2), init_device_mesh("cpu", (4,))
+    two_axes, one_axis = mesh_of(2, 2), init_device_mesh("cpu", (4,))
     for options, reason in (
-        ({"mesh": one, "strategy": "hsdp"}, "expected a mesh of two axes"),
-        ({"mesh": one, "placements": spelled_out(1, 1, 2)}, "expected one entry for each of the 1 mesh axes"),
-        ({"mesh": two, "placements": Placements("shard", "shard", "shard")}, "each of the 2 mesh axes"),
-        ({"mesh": two, "placements": spelled_out(1, 1, 1), "strategy": "optim"}, "got both"),
+        ({"mesh": one_axis, "strategy": "hsdp"}, "expected a mesh of two axes"),
+        (
+            {"mesh": one_axis, "placements": spelled_out(1, 1, 2)},
+            "expected one entry for each of the 1 mesh axes",
+        ),
+        ({"mesh": two_axes, "placements": Placements("shard", "shard", "shard")}, "each of the 2 mesh axes"),
+        ({"mesh": two_axes, "placements": spelled_out(1, 1, 1), "strategy": "optim"}, "got both"),
         ({"mesh": init_device_mesh("cpu", (1, 2, 2))}, "one or two data-parallel axes"),
     ):
         module = nn.Linear(3, 3)
         with pytest.raises(ValueError, match=reason):
             torch_impl.fully_shard(module, **options)
         assert type(module) is nn.Linear
-    assert whole(torch_impl.fully_shard(nn.Linear(3, 3), mesh=two).weight).shape == (3, 3)
+    assert whole(torch_impl.fully_shard(nn.Linear(3, 3), mesh=two_axes).weight).shape == (3, 3)

@@ -34,7 +34,9 @@ STEPS: list[list[list[str]]] = [
     [NOBODY, NOBODY],
 ]
 ONE_AXIS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-SHAPES = [((4,), one) for one in ONE_AXIS] + [((2, 2), one) for one in ("hsdp", "hfsdp", "no_shard", "optim")]
+SHAPES = [((4,), strategy) for strategy in ONE_AXIS] + [
+    ((2, 2), strategy) for strategy in ("hsdp", "hfsdp", "no_shard", "optim")
+]
 MARKS = ["set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"]
 
 
@@ -116,9 +118,9 @@ def trained(shape: tuple[int, ...], strategy: str, mark: str, main: bool, **opti
         assert_gradients(model, reference, step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     assert_same_weights(model, reference)
 
 
@@ -158,13 +160,13 @@ def test_flags_survive_low_precision_and_divisors(
     model, tiny, reference = sharded(**options), sharded(grad_divisor=1e9, **options), seeded(Model)
     for step, microbatches in enumerate(STEPS):
         expected_step(reference, step, microbatches)
-        for one in (model, tiny):
-            own_step(one, step, microbatches, "set_is_last_backward")
+        for module in (model, tiny):
+            own_step(module, step, microbatches, "set_is_last_backward")
         assert_gradients(model, reference, step, tolerance=0.02)
         for name, param in tiny.named_parameters():
             assert (param.grad is None) == (reference.get_parameter(name).grad is None), (step, name)
-        for one in (model, tiny, reference):
-            one.zero_grad()
+        for module in (model, tiny, reference):
+            module.zero_grad()
 
 
 def noted(calls: list[str], name: str, _: torch.Tensor) -> None:
@@ -176,7 +178,7 @@ def noted(calls: list[str], name: str, _: torch.Tensor) -> None:
 @on_ranks(2)
 def test_weights_and_hooks_are_those_of_fsdp2(set_to_none: bool) -> None:
     """The same program with FSDP2, in which ranks use the same parameters."""
-    found = []
+    runs = []
     for api in (fsdp, torch_impl):
         model = sharded(api)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
@@ -195,23 +197,23 @@ def test_weights_and_hooks_are_those_of_fsdp2(set_to_none: bool) -> None:
             after = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
             still = [name for name in after if torch.equal(before[name], after[name])]
             steps.append((missing, still, hooked, after))
-        found.append(steps)
+        runs.append(steps)
     for (missing, still, hooked, after), (our_missing, our_still, our_hooked, ours) in zip(
-        *found, strict=True
+        *runs, strict=True
     ):
         assert (our_missing, our_still, our_hooked) == (missing, still, hooked)
         for name, value in after.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7)
-    assert bool(found[0][1][0]) == bool(found[0][1][1]) == set_to_none
+    assert bool(runs[0][1][0]) == bool(runs[0][1][1]) == set_to_none
 
 
 def collectives_and_bytes(strategy: str, shape: tuple[int, ...]) -> list[dict[str, int]]:
-    model, found = sharded(mesh=mesh_of(shape), strategy=strategy), []
+    model, calls = sharded(mesh=mesh_of(shape), strategy=strategy), []
     for microbatches in STEPS[:3]:
         with counted() as counts:
             own_step(model, 0, microbatches, "set_is_last_backward")
-        found.append(dict(counts))
-    return found
+        calls.append(dict(counts))
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def collectives_and_bytes(strategy: str, shape: tuple[int, ...]) -> list[dict[st
 def test_no_collective_is_added(ranks: RankGroup, shape: tuple[int, ...], strategy: str) -> None:
     for all_used, *others in ranks.run(WORLD, collectives_and_bytes, strategy, shape):
         assert others == [all_used] * 2
-        assert sum(all_used[kind] for kind in ("reduce_scatter", "all_reduce")) == 3 * len(shape)
+        assert sum(all_used[collective] for collective in ("reduce_scatter", "all_reduce")) == 3 * len(shape)
 
 
 class WritesGradient(torch.autograd.Function):
@@ -295,18 +297,18 @@ def test_checkpoints_without_moments_of_what_was_never_used(tmp_path: Any) -> No
     """A parameter that was never used has no moments, and a run goes on from its checkpoint as without a break."""
     path = str(tmp_path / "saved")
     model, again, reference = sharded(), sharded(), seeded(Model)
-    optimizers = [torch_impl.MainWeightAdamW(one.parameters(), lr=1e-2) for one in (model, again)]
+    optimizers = [torch_impl.MainWeightAdamW(module.parameters(), lr=1e-2) for module in (model, again)]
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for step, route in enumerate(["ab", "a", "abc", "c"]):
         if step == 2:
             torch_impl.save_checkpoint(path, model, optimizers[0], {"step": step})
             assert torch_impl.load_checkpoint(path, again, optimizers[1]) == {"step": step}
-        for one in (model, again) if step > 1 else (model,):
-            one(inputs(step, 1)[0, dist.get_rank()], route).square().mean().backward()
+        for module in (model, again) if step > 1 else (model,):
+            module(inputs(step, 1)[0, dist.get_rank()], route).square().mean().backward()
         for rank in range(dist.get_world_size()):
             (reference(inputs(step, 1)[0, rank], route).square().mean() / dist.get_world_size()).backward()
-        for one in (*optimizers, expected):
-            one.step()
-            one.zero_grad()
-    for one in (model, again):
-        assert_same_weights(one, reference)
+        for opt in (*optimizers, expected):
+            opt.step()
+            opt.zero_grad()
+    for module in (model, again):
+        assert_same_weights(module, reference)

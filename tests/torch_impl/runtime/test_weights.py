@@ -149,9 +149,9 @@ def test_main_weights_are_the_given_values_not_a_rounded_copy(dtype: torch.dtype
     for strategy in STRATEGIES:
         model, reference = sharded_toy(strategy=strategy, dtype=dtype, mp_policy=BFLOAT16), Toy().to(dtype)
         main = torch.float64 if dtype == torch.float64 else torch.float32
-        for param, given in zip(model.parameters(), reference.parameters(), strict=True):
+        for param, original in zip(model.parameters(), reference.parameters(), strict=True):
             assert param.dtype == main
-            assert torch.equal(whole(param), given.to(main))
+            assert torch.equal(whole(param), original.to(main))
         loss = local_loss(model)
         loss.backward()
         assert all(param.grad.dtype == main for param in model.parameters())
@@ -168,9 +168,9 @@ def test_float64_parameters_train_in_float64() -> None:
         targets = targets.double()
         mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
         mse(reference, tokens, targets).backward()
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
+        for opt in (optimizer, expected):
+            opt.step()
+            opt.zero_grad()
     assert_same_weights(model, reference, rtol=1e-7, atol=1e-8)
 
 
@@ -232,7 +232,7 @@ def test_gradients_are_reduced_in_reduce_dtype_and_kept_in_grad_dtype(ranks: Ran
 def live_storages() -> dict[int, torch.UntypedStorage]:
     """Every storage behind a live tensor, by address, found without asking the runtime."""
     gc.collect()
-    found = {}
+    storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             storage = local_of(thing).untyped_storage()
@@ -241,8 +241,8 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
             except RuntimeError:  # tensors that the compiler pretends with have no memory
                 continue
             if storage.nbytes():
-                found[address] = storage
-    return found
+                storages[address] = storage
+    return storages
 
 
 def assert_live_bytes(expected: int, before: dict[int, torch.UntypedStorage]) -> None:
@@ -345,10 +345,10 @@ def test_a_block_is_freed_before_the_next_one_is_gathered() -> None:
     assert seen == [[False, False, False]] * 3
 
 
-def one_row(kind: str) -> list[float]:
+def one_row(optimizer_name: str) -> list[float]:
     torch.manual_seed(0)
     model = torch_impl.fully_shard(nn.Linear(3, 1, bias=False), strategy="optim")
-    optimizer = {"MainWeightAdamW": torch_impl.MainWeightAdamW, "AdamW": torch.optim.AdamW}[kind](
+    optimizer = {"MainWeightAdamW": torch_impl.MainWeightAdamW, "AdamW": torch.optim.AdamW}[optimizer_name](
         model.parameters(), lr=0.1
     )
     outputs = []
@@ -361,10 +361,10 @@ def one_row(kind: str) -> list[float]:
     return outputs
 
 
-@pytest.mark.parametrize("kind", ["MainWeightAdamW", "AdamW"])
+@pytest.mark.parametrize("optimizer_name", ["MainWeightAdamW", "AdamW"])
 def test_ranks_that_hold_no_row_of_a_unit_gather_updated_weights_with_the_others(
-    ranks: RankGroup, kind: str
+    ranks: RankGroup, optimizer_name: str
 ) -> None:
-    outputs = ranks.run(3, one_row, kind, timeout=60)
+    outputs = ranks.run(3, one_row, optimizer_name, timeout=60)
     assert outputs == [outputs[0]] * 3
     assert len(set(outputs[0])) == 3
