@@ -128,22 +128,22 @@ def test_comparisons_are_those_of_copies(
             noise[key] = bits_changed(b[key], rng)
     folder = Path(tempfile.mkdtemp())
     try:
-        places = (
+        paths = (
             write(folder / "a.safetensors", formats[0], a),
             write(folder / "b.safetensors", formats[1], b),
         )
         options: dict[str, Any] = {"tolerance": tolerance, "rounded": rounded}
         if noisy:
             options["noise"] = write(folder / "n.safetensors", formats[1], noise)
-        found = [diff(*places, **options, workers=workers) for workers in (1, 3)]
+        reports = [diff(*paths, **options, workers=workers) for workers in (1, 3)]
         with copies_only():
-            expected = diff(*places, **options)
+            expected = diff(*paths, **options)
         assert len(expected.tensors) == len(a) - len(expected.mismatched)
-        assert [repr(report) for report in found] == [repr(expected)] * 2
-        assert found[0].total == sum((tensor.difference for tensor in found[0].tensors), Difference())
+        assert [repr(report) for report in reports] == [repr(expected)] * 2
+        assert reports[0].total == sum((tensor.difference for tensor in reports[0].tensors), Difference())
         with copies_only():
-            counted = verify(places[0], workers=1)
-        looked_at = verify(places[0], workers=1)
+            counted = verify(paths[0], workers=1)
+        looked_at = verify(paths[0], workers=1)
         assert looked_at.problems == counted.problems == ()
         assert looked_at.not_finite == counted.not_finite
     finally:
@@ -294,14 +294,14 @@ def test_batches_of_small_tensors_are_looked_at_by_one_thread_at_a_time() -> Non
 
 
 def test_each_thread_has_memory_of_its_own() -> None:
-    found: list[memoryview] = [MEMORY.first, MEMORY.second]
-    thread = threading.Thread(target=lambda: found.extend((MEMORY.first, MEMORY.second)))
+    buffers: list[memoryview] = [MEMORY.first, MEMORY.second]
+    thread = threading.Thread(target=lambda: buffers.extend((MEMORY.first, MEMORY.second)))
     thread.start()
     thread.join()
-    found[0][0] = 1
-    for one, other in itertools.combinations(found, 2):
-        one[0], other[0] = 1, 2
-        assert one[0] == 1
+    buffers[0][0] = 1
+    for buffer, other in itertools.combinations(buffers, 2):
+        buffer[0], other[0] = 1, 2
+        assert buffer[0] == 1
 
 
 @pytest.mark.parametrize("format", READERS)
@@ -316,12 +316,12 @@ def test_damage_is_reported_as_from_copies(format: str, tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[spot] ^= 1 << rng.randrange(8)
         whole.write_bytes(damaged)
-        found = verify(path)
+        report = verify(path)
         with copies_only():
             expected = verify(path)
-        assert found.problems == expected.problems
-        assert found.not_finite == expected.not_finite
-        seen += bool(found.problems)
+        assert report.problems == expected.problems
+        assert report.not_finite == expected.not_finite
+        seen += bool(report.problems)
     assert seen >= 5
 
 
@@ -341,9 +341,9 @@ def test_problems_are_in_the_order_of_tensors_and_chunks(tmp_path: Path) -> None
     manifest = json.loads(file.read_text())
     manifest["tensors"]["w.001"]["dtype"] = "int32"
     file.write_text(json.dumps(manifest))
-    found = [(problem.where, problem.text) for problem in verify(tmp_path / "a").problems]
-    assert [name for name, _ in found] == ["w.000", "w.000", "w.001"]
-    assert ["(0, 0)" in found[0][1], "(30, 0)" in found[1][1]] == [True, True]
+    problems = [(problem.where, problem.text) for problem in verify(tmp_path / "a").problems]
+    assert [name for name, _ in problems] == ["w.000", "w.000", "w.001"]
+    assert ["(0, 0)" in problems[0][1], "(30, 0)" in problems[1][1]] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "float8_e5m2"])
@@ -355,8 +355,8 @@ def test_numbers_that_are_not_finite_are_counted_in_each_block(
     monkeypatch.setattr(verify_module, "_BLOCK_BYTES", 64)
     report = verify(path)
     assert report.good
-    (found,) = report.not_finite
-    assert (found.nan, found.infinite) == count_not_finite(array)
+    (not_finite,) = report.not_finite
+    assert (not_finite.nan, not_finite.infinite) == count_not_finite(array)
     # Whatever the blocks are: the checksum is that of all of them.
     content = next(path.glob("*.distcp"))
     data = bytearray(content.read_bytes())
@@ -370,9 +370,9 @@ def test_numbers_that_are_not_finite_are_counted_in_each_block(
 @given(st.lists(st.integers(0, 12 << 20), max_size=40), st.integers(0, 1200))
 def test_batches_are_in_order_and_bounded(sizes: list[int], empty: int) -> None:
     sizes = [*sizes, *[0] * empty]
-    found = list(batches((size, (k, size)) for k, size in enumerate(sizes)))
-    assert [item for batch in found for item in batch] == list(enumerate(sizes))
-    for batch in found:
+    grouped = list(batches((size, (k, size)) for k, size in enumerate(sizes)))
+    assert [item for batch in grouped for item in batch] == list(enumerate(sizes))
+    for batch in grouped:
         assert 0 < len(batch) <= 512
         assert sum(size for _, size in batch[:-1]) < 8 << 20
-    assert len(found) <= sum(sizes) // (8 << 20) + len(sizes) // 512 + 1
+    assert len(grouped) <= sum(sizes) // (8 << 20) + len(sizes) // 512 + 1

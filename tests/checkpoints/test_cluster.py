@@ -85,10 +85,10 @@ class StandIn:
         return handle
 
     def result(self, handle: int) -> PartReport:
-        found = self._results.pop(handle)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        outcome = self._results.pop(handle)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         self.closed = True

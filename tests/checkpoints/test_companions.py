@@ -211,7 +211,9 @@ def test_an_item_of_a_step_has_those_beside_the_items(tmp_path: Path, source: Pa
     convert(source / "tree", tmp_path / "step", write_items=["model"])
     assert (tmp_path / "step" / "config.json").is_file()
     fsspec.filesystem("memory").put(str(tmp_path / "step"), "/bucket/step", recursive=True)
-    for number, place in enumerate((tmp_path / "step", "memory://bucket/step", tmp_path / "step" / "model")):
+    for number, location in enumerate(
+        (tmp_path / "step", "memory://bucket/step", tmp_path / "step" / "model")
+    ):
         items = ["model"] if number < 2 else []
-        convert(place, tmp_path / f"copy{number}", to="dcp", items=items)
+        convert(location, tmp_path / f"copy{number}", to="dcp", items=items)
         assert companions(tmp_path / f"copy{number}") == FILES

@@ -61,9 +61,9 @@ def objects(path: Path) -> dict[TreePath, object]:
         return {reader.object_paths[name]: reader.objects[name] for name in reader.objects}
 
 
-def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.each_value
@@ -96,8 +96,8 @@ def test_stock_torch_loads_a_checkpoint_that_went_through_orbax_and_takes_the_sa
     convert(tmp_path / "orbax", tmp_path / "back", mapping="decoder")
     loaded, its_optimizer = stock_dcp.load(tmp_path / "back", steps=1)
     assert its_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-    for one, other in ((model, optimizer), (loaded, its_optimizer)):
-        stock_dcp.step(one, other)
+    for network, adamw in ((model, optimizer), (loaded, its_optimizer)):
+        stock_dcp.step(network, adamw)
     before = dict(model.named_parameters())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -323,8 +323,8 @@ def test_lists_of_tensors_and_other_values_come_back_as_lists(tmp_path: Path, th
     stock_save(state, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", to=through)
     convert(tmp_path / "b", tmp_path / "c", to="dcp")
-    found = []
+    states = []
     for name in ("a", "c"):
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
-        found.append(torch.load(tmp_path / f"{name}.pt"))
-    assert str(found[1]) == str(found[0]) == str(state)
+        states.append(torch.load(tmp_path / f"{name}.pt"))
+    assert str(states[1]) == str(states[0]) == str(state)

@@ -42,7 +42,7 @@ def any_copy(copy: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Pat
 
 def flip_anywhere(path: Path, out: Path, count: int) -> int:
     """How many of ``count`` flipped bytes, spread over all files, `verify` finds; none of these may pass."""
-    rng, found = random.Random(4), 0
+    rng, detected = random.Random(4), 0
     target = "dcp" if path.name == "orbax" else "orbax"
     convert(path, out / "whole", to=target)
     expected = contents(out / "whole")
@@ -54,12 +54,12 @@ def flip_anywhere(path: Path, out: Path, count: int) -> int:
         try:
             convert(path, out / str(number), to=target, workers=1)
         except (CheckpointError, FileNotFoundError):
-            found += 1
+            detected += 1
         else:
             assert good, f"a byte of {file.name} was changed, and convert passed it"
             assert contents(out / str(number)) == expected, f"a byte of {file.name} was changed unnoticed"
         restore()
-    return found
+    return detected
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "file"])
@@ -86,8 +86,8 @@ def test_without_verifying_damage_is_carried_on_and_said(
     assert verify(tmp_path / "out").good
     with open_checkpoint(tmp_path / "out") as reader:
         (name,) = (name for name in reader.tensors if name.replace("/", ".") == "w.large")
-        found = reader.read(name)
-    different = np.flatnonzero(found.view(np.uint8) != values.view(np.uint8))
+        damaged = reader.read(name)
+    different = np.flatnonzero(damaged.view(np.uint8) != values.view(np.uint8))
     assert different.size == 1
     result = CliRunner().invoke(
         app, ["convert", str(path), str(tmp_path / "again"), "--to", target, "--no-verify"]
@@ -190,8 +190,8 @@ def test_one_file_may_be_renamed_with_its_manifest(copy: Callable[[str], Path], 
     assert not verify(tmp_path / "y.safetensors").good
 
 
-@pytest.mark.parametrize("place", ["here", "store"])
-def test_the_manifest_of_the_only_file_counts_for_its_directory(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("location", ["here", "store"])
+def test_the_manifest_of_the_only_file_counts_for_its_directory(tmp_path: Path, location: str) -> None:
     with create_checkpoint(tmp_path / "a" / "weights.safetensors", "safetensors") as writer:
         name = writer.add_tensor(("w",), (4,), np.dtype(np.float32)).name
         writer.write(name, Box.whole((4,)), np.arange(4, dtype=np.float32))
@@ -199,7 +199,7 @@ def test_the_manifest_of_the_only_file_counts_for_its_directory(tmp_path: Path, 
     assert verify(tmp_path / "a").manifest
     file.write_bytes(file.read_bytes()[:-1] + b"\x41")
     path: Path | str = tmp_path / "a"
-    if place == "store":
+    if location == "store":
         fsspec.filesystem("memory").put(str(path), "/checked/only_file", recursive=True)
         path = "memory://checked/only_file"
     assert not verify(path).good

@@ -151,20 +151,20 @@ def test_a_replaced_file_and_its_manifest_always_belong_together(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], flags: tuple[str, ...]
 ) -> None:
     old = make(tmp_path / "old", 2)
-    place = tmp_path / "c.safetensors"
-    convert(tmp_path / "old", place, to="safetensors")
-    operations = int(killed(source[0], place, "safetensors", 0, "--replace", *flags).stdout)
+    destination = tmp_path / "c.safetensors"
+    convert(tmp_path / "old", destination, to="safetensors")
+    operations = int(killed(source[0], destination, "safetensors", 0, "--replace", *flags).stdout)
     for last in range(operations - 7, operations + 1):
-        convert(tmp_path / "old", place, to="safetensors", replace=True)
-        assert killed(source[0], place, "safetensors", last, "--replace", *flags).returncode == -9
-        with open_checkpoint(place) as reader:
+        convert(tmp_path / "old", destination, to="safetensors", replace=True)
+        assert killed(source[0], destination, "safetensors", last, "--replace", *flags).returncode == -9
+        with open_checkpoint(destination) as reader:
             new = same_bits(reader.read("w0"), source[1]["w0"])
-        assert_holds(place, source[1] if new else old)
-        assert verify(place).problems == ()
-        convert(source[0], place, to="safetensors", replace=True, resume="--resume" in flags)
-        assert_holds(place, source[1])
-        assert verify(place).manifest
-        assert verify(place).good
+        assert_holds(destination, source[1] if new else old)
+        assert verify(destination).problems == ()
+        convert(source[0], destination, to="safetensors", replace=True, resume="--resume" in flags)
+        assert_holds(destination, source[1])
+        assert verify(destination).manifest
+        assert verify(destination).good
 
 
 def journaled(path: Path) -> bool:

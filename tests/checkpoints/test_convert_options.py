@@ -161,9 +161,9 @@ def test_a_cast_rounds_to_nearest_even_and_counts_what_overflows(tmp_path: Path)
     with create_checkpoint(tmp_path / "a", "dcp") as writer:
         writer.write(writer.add_tensor(("w",), array.shape, F32).name, writer.chunks("w")[0], array)
     convert(tmp_path / "a", tmp_path / "bf", casts=["w=bfloat16"])
-    found = contents(tmp_path / "bf")[0]["w"]
-    assert found[:3].tolist() == [1.0, 1.0, 1 + 2**-6]
-    assert np.signbit(found[7])
+    cast = contents(tmp_path / "bf")[0]["w"]
+    assert cast[:3].tolist() == [1.0, 1.0, 1 + 2**-6]
+    assert np.signbit(cast[7])
     report = convert(tmp_path / "a", tmp_path / "half", casts=["w=float16"])
     assert report.overflowed == {"w": 3}
     assert np.isinf(contents(tmp_path / "half")[0]["w"]).sum() == 4
@@ -187,8 +187,7 @@ def test_a_cast_from_float64_rounds_once(tmp_path: Path, dtype: np.dtype) -> Non
     with create_checkpoint(tmp_path / "a", "dcp") as writer:
         writer.write(writer.add_tensor(("w",), array.shape, F64).name, writer.chunks("w")[0], array)
     convert(tmp_path / "a", tmp_path / "b", casts=[f"w={dtype.name}"])
-    found = contents(tmp_path / "b")[0]["w"]
-    assert (found.astype(np.float64) == expected).all()
+    assert (contents(tmp_path / "b")[0]["w"].astype(np.float64) == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -344,9 +343,9 @@ def test_a_chunk_is_noted_only_when_it_is_on_disk(
     monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))
     convert(source, tmp_path / "out", to=format, workers=1)
     assert events.count("noted") == len(ARRAYS)
-    for place, event in enumerate(events):
+    for index, event in enumerate(events):
         if event == "noted":
-            before = [e for e in events[:place] if e != "noted"]
+            before = [e for e in events[:index] if e != "noted"]
             assert before[-1] == "synced"
 
 
@@ -383,8 +382,10 @@ def test_an_attempt_that_fails_keeps_all_that_it_has_written_where_it_is_to_be_r
     with open_checkpoint(source) as reader:
         assert report.resumed_bytes == sum(reader.tensors[name.replace("/", ".")].nbytes for name in seen)
     with open_checkpoint(tmp_path / "out") as reader:
-        found = {".".join(map(str, info.path)): reader.read(name) for name, info in reader.tensors.items()}
-    assert all(same_bits(found[".".join(path)], array) for path, array in ARRAYS.items())
+        converted = {
+            ".".join(map(str, info.path)): reader.read(name) for name, info in reader.tensors.items()
+        }
+    assert all(same_bits(converted[".".join(path)], array) for path, array in ARRAYS.items())
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -94,13 +94,13 @@ def test_a_training_goes_on_in_jax_and_in_torch_again(
         jnp.asarray(kept["count"]), *(jax.tree.map(jnp.asarray, kept[k]) for k in ("mu", "nu"))
     )
     state = (adam, *optax_step.init(params)[1:])
-    found = []
+    jax_losses = []
     for _ in losses:
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = optax_step.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-        found.append(float(value))
-    assert np.allclose(found, losses, rtol=1e-5)
+        jax_losses.append(float(value))
+    assert np.allclose(jax_losses, losses, rtol=1e-5)
     assert (
         diff(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax", optimizer_order=order).max_ulp
         == 0

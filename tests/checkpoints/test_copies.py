@@ -43,9 +43,7 @@ def test_each_byte_is_read_once_and_written_from_where_it_was_read(
         return count
 
     monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(
-        data_file.np, "copyto", lambda *given: (copied.append(given[1].nbytes), copyto(*given))
-    )
+    monkeypatch.setattr(data_file.np, "copyto", lambda *args: (copied.append(args[1].nbytes), copyto(*args)))
     convert(tmp_path / "a", tmp_path / "b", to=target)
     assert read == sum(array.nbytes for array in arrays.values())
     assert copied == []
@@ -57,13 +55,13 @@ def test_each_byte_is_read_once_and_written_from_where_it_was_read(
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_writer_says_where_the_elements_of_each_chunk_will_be(tmp_path: Path, format: str) -> None:
     array = tensors()["w.0"]
-    places = {}
+    positions = {}
     with create_checkpoint(tmp_path / "a", format) as writer:
         name = writer.add_tensor(("w",), array.shape, array.dtype, (400, 2051)).name
         for box in writer.chunks(name):
-            places[box] = writer.position(name, box)
+            positions[box] = writer.position(name, box)
             writer.write(name, box, array[box.slices()])
-    for box, (file, byte) in places.items():
+    for box, (file, byte) in positions.items():
         part = array[box.slices()].tobytes()
         # Found by its name: the folder is renamed when the checkpoint is complete.
         (data,) = [path.read_bytes() for path in (tmp_path / "a").rglob(Path(file).name) if path.is_file()]

@@ -68,8 +68,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Fou
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     happened: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    mount, found = happened
-    case = found[format]["too small"]
+    mount, outcomes = happened
+    case = outcomes[format]["too small"]
     assert (case["status"], case["there"], case["crashed"]) == (2, ["ballast"], None)
     (line,) = case["said"]
     assert f"too little free space for {mount}/out: expected" in line
@@ -79,38 +79,38 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 def test_a_disk_that_fills_up_leaves_nothing_and_the_old_checkpoint_as_it_was(
     happened: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    mount, found = happened
+    mount, outcomes = happened
     for name, there in (("vanished", ["ballast"]), ("replace", ["ballast", "out"])):
-        case = found[format][name]
+        case = outcomes[format][name]
         assert (case["status"], case["there"], case["crashed"]) == (2, there, None)
         (line,) = case["said"]
         assert line.startswith("error: ")
         assert f"{mount}/out" in line
         assert "No space left on device" in line
-    assert found[format]["old"] is not None
-    assert found[format]["replace"]["digest"] == found[format]["old"]
+    assert outcomes[format]["old"] is not None
+    assert outcomes[format]["replace"]["digest"] == outcomes[format]["old"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_resumed_conversion_takes_over_what_there_was_space_for(
     happened: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    _, found = happened
-    interrupted, resumed = found[format]["interrupted"], found[format]["resumed"]
+    _, outcomes = happened
+    interrupted, resumed = outcomes[format]["interrupted"], outcomes[format]["resumed"]
     assert interrupted["status"] == 2
-    assert interrupted["digest"] == found[format]["old"]
+    assert interrupted["digest"] == outcomes[format]["old"]
     assert [name.partition(".tmp-")[0] for name in interrupted["there"]] == ["ballast", "out", "out"]
     assert (resumed["status"], resumed["there"]) == (0, ["out"])
     assert json.loads(resumed["printed"])["resumed_bytes"] > 0
-    assert resumed["digest"] == found[format]["new"] != found[format]["old"]
+    assert resumed["digest"] == outcomes[format]["new"] != outcomes[format]["old"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_places_that_cannot_be_written_to_are_named(
     happened: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    mount, found = happened
-    cases = found[format]["refused"]
+    mount, outcomes = happened
+    cases = outcomes[format]["refused"]
     for name, line in (
         ("protected", f"error: '{mount}/private/out': Permission denied"),
         ("a file", f"error: {mount}/file is a file: expected a directory, to hold {mount}/file/out"),
@@ -126,8 +126,8 @@ def test_places_that_cannot_be_written_to_are_named(
 def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
     swept: tuple[Path, dict[str, Found]], case: str, format: str
 ) -> None:
-    mount, found = swept
-    results = found[format][case]
+    mount, outcomes = swept
+    results = outcomes[format][case]
     for result in results:
         assert result["crashed"] is None
         if result["status"] == 0:
@@ -149,8 +149,8 @@ def test_whenever_a_disk_is_full_there_is_nothing_or_all_of_it(
 def test_whenever_a_disk_was_full_resuming_writes_the_same_files(
     swept: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    _, found = swept
-    failed = [case for case in found[format]["resumed"] if case["first"]["status"] != 0]
+    _, outcomes = swept
+    failed = [case for case in outcomes[format]["resumed"] if case["first"]["status"] != 0]
     assert len(failed) >= 5
     for case in failed:
         assert case["first"]["status"] == 2
@@ -169,8 +169,8 @@ def test_whenever_a_disk_was_full_resuming_writes_the_same_files(
 def test_a_process_whose_disk_fills_up_says_so_in_one_line(
     swept: tuple[Path, dict[str, Found]], format: str
 ) -> None:
-    mount, found = swept
-    case = found[format]["in a process"]
+    mount, outcomes = swept
+    case = outcomes[format]["in a process"]
     assert (case["status"], case["printed"], case["there"]) == (2, "", [])
     assert case["said"].count("\n") == 1
     assert case["said"].startswith("error: ")
@@ -183,12 +183,12 @@ def test_a_process_whose_disk_fills_up_says_so_in_one_line(
 @pytest.mark.parametrize("format", TARGETS)
 def test_a_directory_that_may_not_be_written_to_stays_as_it_is(tmp_path: Path, format: str) -> None:
     new, old = source(tmp_path / "new", 5), source(tmp_path / "old", 6)
-    place = tmp_path / "place"
+    folder = tmp_path / "place"
     to = ["--parents", "--to", "safetensors" if format == "one file" else format]
-    there, absent = place / TARGETS[format], place / f"b{TARGETS[format]}"
+    there, absent = folder / TARGETS[format], folder / f"b{TARGETS[format]}"
     assert command(old, there, *to)["status"] == 0
-    before, read = contents(place), contents(new)
-    for directory in (place, there.parent):
+    before, read = contents(folder), contents(new)
+    for directory in (folder, there.parent):
         directory.chmod(0o555)
     for target, flag in ((absent, "--resume"), (there, "--replace")):
         done = subprocess.run(
@@ -199,8 +199,8 @@ def test_a_directory_that_may_not_be_written_to_stays_as_it_is(tmp_path: Path, f
         )
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"error: '{target}': Permission denied\n"
-        assert contents(place) == before
-        assert [path for path in place.rglob("*") if ".tmp-" in path.name] == []
+        assert contents(folder) == before
+        assert [path for path in folder.rglob("*") if ".tmp-" in path.name] == []
     assert contents(new) == read
 
 

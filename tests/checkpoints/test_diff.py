@@ -46,8 +46,8 @@ def pair(tmp_path: Path) -> Callable[[Callable[[Arrays], None]], tuple[Path, Pat
 def test_a_checkpoint_and_its_conversion_have_no_difference(tmp_path: Path) -> None:
     write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS)
     convert(tmp_path / "a", tmp_path / "b", mapping="decoder_stacked")
-    for one, other in (("a", "b"), ("b", "a")):
-        report = diff(tmp_path / one, tmp_path / other, mapping="decoder_stacked")
+    for name, other in (("a", "b"), ("b", "a")):
+        report = diff(tmp_path / name, tmp_path / other, mapping="decoder_stacked")
         assert report.within
         assert report.max_ulp == 0
         assert report.total == Difference(elements=report.total.elements)
@@ -87,13 +87,13 @@ def test_the_tolerance_decides_within_but_not_what_is_reported(tmp_path: Path) -
     b[8] *= np.float32(1.001)
     write(tmp_path / "a", "dcp", {"w": a, "n": np.arange(3)}, {})
     write(tmp_path / "b", "dcp", {"w": b, "n": np.arange(3)}, {})
-    found = {
+    reports = {
         (ulp, rtol): diff(tmp_path / "a", tmp_path / "b", tolerance=Tolerance(ulp, rtol))
         for ulp, rtol in ((0, 0.0), (1, 0.0), (0, 0.01), (10**6, 0.0))
     }
-    assert [report.within for report in found.values()] == [False, False, True, True]
-    assert [report.total.beyond for report in found.values()] == [2, 1, 0, 0]
-    assert {report.total.differing for report in found.values()} == {2}
+    assert [report.within for report in reports.values()] == [False, False, True, True]
+    assert [report.total.beyond for report in reports.values()] == [2, 1, 0, 0]
+    assert {report.total.differing for report in reports.values()} == {2}
 
 
 def test_missing_extra_and_mismatched_tensors_are_named_as_in_b(
@@ -300,8 +300,8 @@ def test_values_that_only_one_has_are_listed_and_conversion_loses_none(
 ) -> None:
     write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS | {("nothing",): None, ("empty",): []})
     convert(tmp_path / "a", tmp_path / "b", to=to, mapping=mapping, into="jax" if mapping else None)
-    for one, other in (("a", "b"), ("b", "a")):
-        report = diff(tmp_path / one, tmp_path / other, mapping=mapping)
+    for name, other in (("a", "b"), ("b", "a")):
+        report = diff(tmp_path / name, tmp_path / other, mapping=mapping)
         assert report.within
         assert (report.objects_missing, report.objects_extra) == ((), ())
     write(tmp_path / "c", "dcp", dcp_arrays(), HYPERPARAMETERS | {("further",): 1})
@@ -321,8 +321,8 @@ def test_the_note_of_places_is_no_value_of_the_model(tmp_path: Path) -> None:
     write(tmp_path / "a", "orbax", chained, HYPERPARAMETERS)
     convert(tmp_path / "a", tmp_path / "noted", mapping="decoder")
     write(tmp_path / "plain", "dcp", dcp_arrays(), HYPERPARAMETERS)
-    for one, other in (("a", "noted"), ("a", "plain"), ("noted", "plain"), ("plain", "noted")):
-        report = diff(tmp_path / one, tmp_path / other, mapping="decoder" if one == "a" else None)
+    for name, other in (("a", "noted"), ("a", "plain"), ("noted", "plain"), ("plain", "noted")):
+        report = diff(tmp_path / name, tmp_path / other, mapping="decoder" if name == "a" else None)
         assert report.within
         assert (report.objects_missing, report.objects_extra) == ((), ())
 

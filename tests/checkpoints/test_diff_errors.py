@@ -36,10 +36,10 @@ def compared(tmp_path: Path) -> Compare:
     def make(a: Any, b: Any, noise: Any = None, **options: Any) -> DiffReport:
         folder = tmp_path / str(next(calls))
         folder.mkdir()
-        for name, given, format in (("a", a, "dcp"), ("b", b, "orbax"), ("noise", noise, "dcp")):
-            if given is not None:
-                write(folder / name, format, given if isinstance(given, dict) else {"w": given}, {})
-        tolerance = {one.name for one in dataclasses.fields(Tolerance)} & options.keys()
+        for name, weights, format in (("a", a, "dcp"), ("b", b, "orbax"), ("noise", noise, "dcp")):
+            if weights is not None:
+                write(folder / name, format, weights if isinstance(weights, dict) else {"w": weights}, {})
+        tolerance = {field.name for field in dataclasses.fields(Tolerance)} & options.keys()
         return diff(
             folder / "a",
             folder / "b",
@@ -108,9 +108,9 @@ def test_a_nan_against_a_number_fails_whatever_the_tolerance(compared: Compare, 
     b = a.copy()
     b[3] = math.nan
     widest = {"max_ulp": 2**64 - 1, "rtol": math.inf, "atol": math.inf, "max_error": math.inf}
-    for one, other in ((a, b), (b, a)):
-        assert not compared(one, other, **widest).within
-        assert not compared(one, other, a + 1, **widest).within
+    for array, other in ((a, b), (b, a)):
+        assert not compared(array, other, **widest).within
+        assert not compared(array, other, a + 1, **widest).within
     assert compared(b, b, **widest).within
 
 
@@ -201,9 +201,9 @@ def test_noise_has_the_names_of_b_or_of_a_through_the_mapping(tmp_path: Path, na
     report = diff(tmp_path / "a", tmp_path / "b", mapping="decoder", noise=tmp_path / "noise")
     assert report.within
     assert report.noise == tmp_path / "noise"
-    found = [tensor for tensor in report.tensors if tensor.difference.differing]
-    assert len(found) > 10
-    assert all(0.2 < tensor.noise < 4 for tensor in found)  # type: ignore[operator]  # beside a noise checkpoint
+    differing = [tensor for tensor in report.tensors if tensor.difference.differing]
+    assert len(differing) > 10
+    assert all(0.2 < tensor.noise < 4 for tensor in differing)  # type: ignore[operator]  # beside a noise checkpoint
     part = Selection(drop=("model.norm.*",))
     assert diff(
         tmp_path / "a", tmp_path / "b", mapping="decoder", noise=tmp_path / "noise", selection=part

@@ -32,8 +32,8 @@ def ends(tmp_path: Path) -> tuple[Path, Path]:
 
 def assert_same_names(report: DiffReport) -> None:
     assert report.within
-    found = (report.missing, report.extra, report.objects_missing, report.objects_extra)
-    assert found == ((), (), (), ())
+    unmatched = (report.missing, report.extra, report.objects_missing, report.objects_extra)
+    assert unmatched == ((), (), (), ())
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,15 @@ def test_the_worst_element_is_shown_with_its_place_and_values(tmp_path: Path) ->
             for box in writer.chunks("w"):
                 writer.write("w", box, b[box.slices()])
         (tensor,) = diff(one_tensor(tmp_path / f"a{rows}", "dcp", a), tmp_path / f"b{rows}").tensors
-        found = tensor.difference
-        assert found.at_ulp is not None
-        assert found.at_abs is not None
-        assert (found.at_ulp.index, found.at_abs.index) == ((31, 7, 2), (48, 39, 0))
-        assert (float(found.at_ulp.a), float(found.at_ulp.b)) == (
+        difference = tensor.difference
+        assert difference.at_ulp is not None
+        assert difference.at_abs is not None
+        assert (difference.at_ulp.index, difference.at_abs.index) == ((31, 7, 2), (48, 39, 0))
+        assert (float(difference.at_ulp.a), float(difference.at_ulp.b)) == (
             pytest.approx(a[31, 7, 2]),
             pytest.approx(b[31, 7, 2]),
         )
-        assert found.differing == 3
+        assert difference.differing == 3
 
 
 def test_places_are_found_in_scalars_and_regions_and_complex_numbers(
@@ -74,9 +74,9 @@ def test_values_that_print_alike_are_told_apart_by_their_bits(tmp_path: Path) ->
     a = np.asarray([0x7FC00000, 0x3F800000], np.uint32).view(np.float32)
     b = np.asarray([0x7FC00001, 0x3F800000], np.uint32).view(np.float32)
     (tensor,) = diff(one_tensor(tmp_path / "a", "dcp", a), one_tensor(tmp_path / "b", "dcp", b)).tensors
-    place = tensor.difference.at_ulp
-    assert place is not None
-    assert (place.a, place.b) == ("nan (0x7fc00000)", "nan (0x7fc00001)")
+    worst = tensor.difference.at_ulp
+    assert worst is not None
+    assert (worst.a, worst.b) == ("nan (0x7fc00000)", "nan (0x7fc00001)")
     assert tensor.difference.at_abs is None
 
 
@@ -187,9 +187,9 @@ def test_truncation_is_not_taken_for_rounding(tmp_path: Path) -> None:
     ],
 )
 def test_dtypes_are_compared_in_one_that_decides(a: str, b: str, joint: str | None) -> None:
-    for one, other in ((a, b), (b, a)):
-        found = common_dtype(DTYPES[one], DTYPES[other])
-        assert (found and found.name) == joint
+    for dtype, other in ((a, b), (b, a)):
+        common = common_dtype(DTYPES[dtype], DTYPES[other])
+        assert (common and common.name) == joint
 
 
 def test_integers_of_other_widths_must_have_the_same_values(tmp_path: Path) -> None:

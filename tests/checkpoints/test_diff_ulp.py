@@ -45,14 +45,14 @@ def test_neighbours_in_the_order_of_all_values_are_one_apart(dtype: str) -> None
 @examples()
 @given(st.sampled_from(["float16", "float32", "float64"]), st.floats(0, 1), st.integers(1, 40))
 def test_steps_of_nextafter_are_counted_on_both_sides_of_zero(dtype: str, where: float, count: int) -> None:
-    kind = DTYPES[dtype]
-    start = np.asarray([where * float(np.finfo(kind).max) * 0.5], kind)
+    numpy_dtype = DTYPES[dtype]
+    start = np.asarray([where * float(np.finfo(numpy_dtype).max) * 0.5], numpy_dtype)
     end = start
     for _ in range(count):
-        end = np.nextafter(end, kind.type(np.inf))
+        end = np.nextafter(end, numpy_dtype.type(np.inf))
     assert distance(start, end).max_ulp == count
     assert distance(-end, -start).max_ulp == count
-    assert distance(-end, end).max_ulp == distance(np.zeros(1, kind), end).max_ulp * 2 + 1
+    assert distance(-end, end).max_ulp == distance(np.zeros(1, numpy_dtype), end).max_ulp * 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_the_relative_tolerance_has_no_scale(scale: float) -> None:
 
 
 def test_infinities_are_infinitely_far_from_numbers() -> None:
-    found = distance(np.asarray([np.inf]), np.asarray([1e308]), rtol=0.5)
-    assert (found.max_abs, found.max_rel, found.beyond, found.nan) == (math.inf, math.inf, 1, 0)
+    diff = distance(np.asarray([np.inf]), np.asarray([1e308]), rtol=0.5)
+    assert (diff.max_abs, diff.max_rel, diff.beyond, diff.nan) == (math.inf, math.inf, 1, 0)
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
 def test_integers_must_be_equal_whatever_the_tolerance(dtype: str) -> None:
     a, b = np.zeros(4, DTYPES[dtype]), np.asarray([0, 1, 0, 1], DTYPES[dtype])
-    found = distance(a, b, max_ulp=5, rtol=1.0)
-    assert (found.differing, found.beyond, found.max_ulp) == (2, 2, 1)
+    diff = distance(a, b, max_ulp=5, rtol=1.0)
+    assert (diff.differing, diff.beyond, diff.max_ulp) == (2, 2, 1)
 
 
 def test_many_differences_are_found_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +137,18 @@ def test_many_differences_are_found_across_slices(monkeypatch: pytest.MonkeyPatc
     b = a.copy()
     b[::3] = np.nextafter(b[::3], np.float32(np.inf))
     b[50] = np.nextafter(np.nextafter(b[50], np.float32(0)), np.float32(0))
-    found = distance(a.reshape(10, 10), b.reshape(10, 10), max_ulp=1)
-    assert (found.elements, found.differing, found.beyond, found.max_ulp) == (100, 35, 1, 2)
-    assert found.at_ulp is not None
-    assert found.at_ulp.index == (5, 0)
+    diff = distance(a.reshape(10, 10), b.reshape(10, 10), max_ulp=1)
+    assert (diff.elements, diff.differing, diff.beyond, diff.max_ulp) == (100, 35, 1, 2)
+    assert diff.at_ulp is not None
+    assert diff.at_ulp.index == (5, 0)
 
 
 def test_complex_numbers_count_as_two_parts() -> None:
     a = np.asarray([1 + 1j, 2 + 2j], np.complex64)
     b = a.copy()
     b[1] = 2 + 1j * np.nextafter(np.float32(2), np.float32(3))
-    found = distance(a, b)
-    assert (found.elements, found.differing, found.max_ulp) == (4, 1, 1)
+    diff = distance(a, b)
+    assert (diff.elements, diff.differing, diff.max_ulp) == (4, 1, 1)
 
 
 def test_the_sum_of_two_differences_keeps_the_largest() -> None:
@@ -171,25 +171,26 @@ def test_bfloat16_values_are_compared_in_their_own_steps() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_float_is_compared_as_one_by_one(dtype: str) -> None:
     """Against the definitions, element by element, on random bits."""
-    kind = DTYPES[dtype]
+    numpy_dtype = DTYPES[dtype]
     rng = np.random.default_rng(8)
     a, b = (
-        np.frombuffer(rng.integers(0, 256, 300 * kind.itemsize, dtype=np.uint8).tobytes(), kind) for _ in "ab"
+        np.frombuffer(rng.integers(0, 256, 300 * numpy_dtype.itemsize, dtype=np.uint8).tobytes(), numpy_dtype)
+        for _ in "ab"
     )
-    found = distance(a, b)
+    diff = distance(a, b)
     with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
         nan = np.isnan(x) | np.isnan(y)
         gap = np.abs(x - y)[~nan]
     differs = np.asarray([p.tobytes() != q.tobytes() for p, q in zip(a, b, strict=True)])
-    assert found.differing == int(differs.sum())
-    assert found.nan == int((nan & differs).sum())
-    assert found.max_abs == gap.max()
+    assert diff.differing == int(differs.sum())
+    assert diff.nan == int((nan & differs).sum())
+    assert diff.max_abs == gap.max()
     singles = [distance(a[k : k + 1], b[k : k + 1]) for k in range(a.size)]
-    assert found.max_ulp == max(one.max_ulp for one in singles)
-    assert found.max_rel == max(one.max_rel for one in singles)
+    assert diff.max_ulp == max(single.max_ulp for single in singles)
+    assert diff.max_rel == max(single.max_rel for single in singles)
     with np.errstate(over="ignore"):
-        assert found.squares == pytest.approx(float((gap * gap).sum()), rel=1e-12)
+        assert diff.squares == pytest.approx(float((gap * gap).sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [name for name in FLOATS if DTYPES[name].itemsize == 1])

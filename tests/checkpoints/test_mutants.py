@@ -89,10 +89,10 @@ def run(folder: Path, seed: int, count: int) -> dict[str, int]:
 
 
 def test_300_mutants(sources: Path) -> None:
-    found = run(sources, 0, 300)
-    print(found)
-    assert found["refused"] > 100
-    assert found["converted"] > 20
+    counts = run(sources, 0, 300)
+    print(counts)
+    assert counts["refused"] > 100
+    assert counts["converted"] > 20
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_int4_differs_as_integers_do(tmp_path: Path) -> None:
         tree = {"w": jnp.asarray(np.asarray([7, -1, last]).astype(ml_dtypes.int4))}
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / name, tree)
-    found = diff(tmp_path / "a", tmp_path / "b", tolerance=Tolerance(max_ulp=8))
-    assert (found.max_ulp, found.within) == (9, False)
+    report = diff(tmp_path / "a", tmp_path / "b", tolerance=Tolerance(max_ulp=8))
+    assert (report.max_ulp, report.within) == (9, False)
     with pytest.raises(CheckpointError, match=r"--cast|cast"):
         convert(tmp_path / "a", tmp_path / "c", to="orbax", casts=["w=bfloat16"])
     with pytest.raises(CheckpointError, match="got 'int4'"):

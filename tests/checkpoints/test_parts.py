@@ -124,13 +124,13 @@ def test_parts_are_what_one_process_writes(format: str, name: str, source: Path,
     convert(source, whole, **{field: getattr(options, field) for field in fields})
     assert diff(whole, parts).max_ulp == 0
     assert verify(parts).good
-    found = dict(stock_values(parts, format, tmp_path / "found.pt"))
+    from_parts = dict(stock_values(parts, format, tmp_path / "found.pt"))
     expected = dict(stock_values(whole, format, tmp_path / "expected.pt"))
-    assert found.keys() == expected.keys()
-    assert len(found) > 50
-    assert all(same_bits(found[n], expected[n]) for n in expected)
-    with open_checkpoint(parts) as one, open_checkpoint(whole) as other:
-        assert {n: one.objects[n] for n in one.objects} == {n: other.objects[n] for n in other.objects}
+    assert from_parts.keys() == expected.keys()
+    assert len(from_parts) > 50
+    assert all(same_bits(from_parts[n], expected[n]) for n in expected)
+    with open_checkpoint(parts) as reader, open_checkpoint(whole) as other:
+        assert {n: reader.objects[n] for n in reader.objects} == {n: other.objects[n] for n in other.objects}
     # Nothing else is left, and files are the parts' own.
     assert sorted(os.listdir(tmp_path))[-2:] == ["parts", "whole"]
     names = {path.relative_to(parts).parts[0] for path in parts.rglob("*")}
@@ -300,16 +300,16 @@ def test_another_conversion_leaves_parts_in_work_alone(
     source: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     destination, options = tmp_path / "b", ConvertOptions(to="dcp")
-    real, found = parts_module.require_unchanged, []
+    real, stages = parts_module.require_unchanged, []
 
     def another(conversion: Any) -> None:
         real(conversion)
         convert(source, destination, to="orbax")
-        found.extend(stages_at(destination))
+        stages.extend(stages_at(destination))
 
     monkeypatch.setattr(parts_module, "require_unchanged", another)
     convert_part(source, destination, options, 1, 2, commit=False)
-    assert len(found) == 1
+    assert len(stages) == 1
     # With nobody at work, the next one removes them.
     convert(source, destination, to="safetensors", replace=True)
     assert stages_at(destination) == {}

@@ -21,7 +21,7 @@ class _TaskError(_RayError):
     cause = ValueError("inside")
 
 
-def _kinds() -> types.SimpleNamespace:
+def _exceptions() -> types.SimpleNamespace:
     names = (
         "WorkerCrashedError",
         "NodeDiedError",
@@ -29,8 +29,8 @@ def _kinds() -> types.SimpleNamespace:
         "OutOfMemoryError",
         "LocalRayletDiedError",
     )
-    kinds = {name: type(name, (_RayError,), {}) for name in names}
-    return types.SimpleNamespace(RayError=_RayError, RayTaskError=_TaskError, **kinds)
+    subclasses = {name: type(name, (_RayError,), {}) for name in names}
+    return types.SimpleNamespace(RayError=_RayError, RayTaskError=_TaskError, **subclasses)
 
 
 class _Remote:
@@ -46,7 +46,7 @@ class FakeRay(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.errors: dict[str, Exception] = {}
-        self.exceptions = _kinds()
+        self.exceptions = _exceptions()
 
     def _call(self, name: str, result: Any = None) -> Any:
         if name in self.errors:

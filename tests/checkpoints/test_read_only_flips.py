@@ -48,10 +48,10 @@ def save(path: Path) -> Path:
 
 def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Files with one bit changed, and the number of that bit: one or two of each byte, each of the eight in turn."""
-    for place in range(0, 8 * len(data), 7):
+    for bit in range(0, 8 * len(data), 7):
         changed = bytearray(data)
-        changed[place // 8] ^= 1 << place % 8
-        yield place, bytes(changed)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bit, bytes(changed)
 
 
 def refusal(source: Path, target: Path, to: str) -> str:
@@ -68,17 +68,17 @@ def test_each_flip_is_refused_or_changes_nothing(tmp_path: Path, end: str) -> No
     convert(source, copy, to="dcp")
     expected, refused = contents(copy), 0
     data = source.read_bytes()
-    for place, changed in flips(data):
+    for bit, changed in flips(data):
         source.write_bytes(changed)
         shutil.rmtree(copy)
         said = refusal(source, copy, "dcp")
         if said:
-            assert str(source) in said, place
-            assert [*tmp_path.iterdir()] == [source], place
+            assert str(source) in said, bit
+            assert [*tmp_path.iterdir()] == [source], bit
             copy.mkdir()
             refused += 1
         else:
-            assert contents(copy) == expected, place
+            assert contents(copy) == expected, bit
     assert refused > len(data) / 3
 
 
@@ -86,27 +86,27 @@ def test_each_flip_of_msgpack_is_refused_or_read_as_flax_reads_it(tmp_path: Path
     """msgpack has no checksums, so a flipped value is a value."""
     source, copy, other = save(tmp_path / "a.msgpack"), tmp_path / "b", 0
     data = source.read_bytes()
-    for place, changed in flips(data):
+    for bit, changed in flips(data):
         source.write_bytes(changed)
         said = refusal(source, copy, "orbax")
         if said:
-            assert str(source) in said, place
-            assert [*tmp_path.iterdir()] == [source], place
+            assert str(source) in said, bit
+            assert [*tmp_path.iterdir()] == [source], bit
             continue
         shutil.rmtree(copy)
         values = dict(leaves(flax.serialization.msgpack_restore(changed)))
         with open_checkpoint(source) as reader:
             assert not unreadable(reader)
-            found = {info.path: reader.read(name) for name, info in reader.tensors.items()}
-            found |= {reader.object_paths[name]: value for name, value in reader.objects.items()}
-        assert found.keys() == values.keys(), place
+            restored = {info.path: reader.read(name) for name, info in reader.tensors.items()}
+            restored |= {reader.object_paths[name]: value for name, value in reader.objects.items()}
+        assert restored.keys() == values.keys(), bit
         for path, value in values.items():
             same = (
-                same_bits(found[path], np.asarray(value))
-                if isinstance(found[path], np.ndarray)
-                else repr(found[path]) == repr(value)
+                same_bits(restored[path], np.asarray(value))
+                if isinstance(restored[path], np.ndarray)
+                else repr(restored[path]) == repr(value)
             )
-            assert same, (place, path)
+            assert same, (bit, path)
         other += changed != data
     assert other > len(data) / 3
 

@@ -92,8 +92,8 @@ def test_200_killed_conversions_are_resumed(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         if pair not in most:
-            place = folder / ("whole.safetensors" if pair[1] == "safetensors" else "whole")
-            most[pair] = int(killed(pair[0], place, pair[1], 0).stdout)
+            target = folder / ("whole.safetensors" if pair[1] == "safetensors" else "whole")
+            most[pair] = int(killed(pair[0], target, pair[1], 0).stdout)
         check(pair[0], folder, pair[1], rng.randint(1, most[pair]))
 
 
@@ -103,19 +103,19 @@ def test_no_flip_changes_a_value_where_the_format_has_checksums(
 ) -> None:
     if source.name.endswith(".msgpack"):
         pytest.skip("msgpack has no checksums")
-    data, rng, found = source.read_bytes(), random.Random(0), 0
-    place = tmp_path / source.name
+    data, rng, detected = source.read_bytes(), random.Random(0), 0
+    copy = tmp_path / source.name
     for _ in range(flips):
         flipped = bytearray(data)
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        place.write_bytes(flipped)
+        copy.write_bytes(flipped)
         try:
-            convert(place, tmp_path / "c", to="dcp", replace=True, workers=1)
+            convert(copy, tmp_path / "c", to="dcp", replace=True, workers=1)
         except CheckpointError:
-            found += 1
+            detected += 1
         else:
             assert_holds(tmp_path / "c")
-    assert found > flips // 2
+    assert detected > flips // 2
 
 
 @pytest.mark.slow

@@ -92,19 +92,19 @@ STOCK = (stock_dcp, stock_orbax, stock_orbax_files, stock_v1, a_step_with_items,
 def test_what_stock_programs_write_may_be_replaced_and_nothing_beside_it(
     tmp_path: Path, source: Path, write: Callable[[Path], None]
 ) -> None:
-    place = tmp_path / "c"
-    write(place)
+    destination = tmp_path / "c"
+    write(destination)
     for name in ("notes.txt", "plots/loss.png"):
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text("precious")
-        before = tree(place)
+        (destination / name).parent.mkdir(exist_ok=True)
+        (destination / name).write_text("precious")
+        before = tree(destination)
         with pytest.raises(CheckpointError, match=rf"found also {name.split('/')[0]}; move that elsewhere"):
-            convert(source, place, to="dcp", replace=True)
-        assert tree(place) == before
-        (place / name).unlink()
-    (place / "plots").rmdir()
-    convert(source, place, to="dcp", replace=True)
-    assert same_bits(read(place), ARRAY)
+            convert(source, destination, to="dcp", replace=True)
+        assert tree(destination) == before
+        (destination / name).unlink()
+    (destination / "plots").rmdir()
+    convert(source, destination, to="dcp", replace=True)
+    assert same_bits(read(destination), ARRAY)
 
 
 def test_nothing_inside_an_item_is_lost(tmp_path: Path, source: Path) -> None:
@@ -175,10 +175,10 @@ def test_a_directory_replaces_a_file_with_its_manifest(
 ) -> None:
     if not at_once:
         monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
-    place = tmp_path / "c.safetensors"
-    make(place, "safetensors", OTHER)
-    convert(source, place, to=format, replace=True)
-    assert same_bits(read(place), ARRAY)
+    destination = tmp_path / "c.safetensors"
+    make(destination, "safetensors", OTHER)
+    convert(source, destination, to=format, replace=True)
+    assert same_bits(read(destination), ARRAY)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "source"]
 
 
@@ -228,8 +228,8 @@ def test_a_checkpoint_of_another_process_that_appears_meanwhile_is_kept(
 def test_a_failed_replacement_of_a_file_keeps_its_manifest(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tmp_path / "c.safetensors"
-    make(place, "safetensors", OTHER)
+    destination = tmp_path / "c.safetensors"
+    make(destination, "safetensors", OTHER)
     before = tree(tmp_path)
 
     def fail(*_: object) -> None:
@@ -237,7 +237,7 @@ def test_a_failed_replacement_of_a_file_keeps_its_manifest(
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="Input/output"):
-        convert(source, place, to="safetensors", replace=True)
+        convert(source, destination, to="safetensors", replace=True)
     monkeypatch.undo()
     assert tree(tmp_path) == before
 

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = [
     ("fsdp2", 3),
     *(
-        pytest.param(kind, world, marks=pytest.mark.slow)
-        for kind, world in [("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
+        pytest.param(strategy, world, marks=pytest.mark.slow)
+        for strategy, world in [("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
     ),
 ]
 OPTIMIZERS = ("adamw", "chain", "masked")
@@ -44,9 +44,9 @@ def own_ranks() -> Iterator[RankGroup]:
     group.close()
 
 
-def assert_equal(one: Path, other: Path) -> None:
+def assert_equal(path: Path, other: Path) -> None:
     """The same names, paths, dtypes, shapes, bytes and values that are no tensors."""
-    with open_checkpoint(one) as a, open_checkpoint(other) as b:
+    with open_checkpoint(path) as a, open_checkpoint(other) as b:
         assert {n: (i.path, i.shape, i.dtype) for n, i in a.tensors.items()} == {
             n: (i.path, i.shape, i.dtype) for n, i in b.tensors.items()
         }
@@ -64,11 +64,11 @@ def torch_losses(own_ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "world"), KINDS)
+@pytest.mark.parametrize(("strategy", "world"), KINDS)
 def test_torch_goes_on_from_what_was_in_orbax_and_in_safetensors(
-    own_ranks: RankGroup, tmp_path: Path, torch_losses: list[float], kind: str, world: int
+    own_ranks: RankGroup, tmp_path: Path, torch_losses: list[float], strategy: str, world: int
 ) -> None:
-    losses = own_ranks.run(world, plain_torch.save_and_go_on, kind, str(tmp_path / "dcp"))
+    losses = own_ranks.run(world, plain_torch.save_and_go_on, strategy, str(tmp_path / "dcp"))
     for between in ("orbax", "safetensors"):
         convert(tmp_path / "dcp", tmp_path / between, to=between)
         convert(tmp_path / between, tmp_path / f"{between}-dcp", to="dcp")
@@ -77,13 +77,13 @@ def test_torch_goes_on_from_what_was_in_orbax_and_in_safetensors(
         assert_equal(tmp_path / between, tmp_path / f"{between}-again")
         assert verify(tmp_path / f"{between}-dcp").good
     # The same sums in the same order: equal to the bit.
-    resumed = own_ranks.run(world, plain_torch.load_and_go_on, kind, str(tmp_path / "orbax-dcp"))
-    assert resumed == [one[2:] for one in losses]
+    resumed = own_ranks.run(world, plain_torch.load_and_go_on, strategy, str(tmp_path / "orbax-dcp"))
+    assert resumed == [rank_losses[2:] for rank_losses in losses]
     # Sharded otherwise, sums have another order.
-    others = {("hsdp", 4), ("fsdp x tp", 4), ("fsdp2", 3), ("alone", 1)} - {(kind, world)}
+    others = {("hsdp", 4), ("fsdp x tp", 4), ("fsdp2", 3), ("alone", 1)} - {(strategy, world)}
     for other, ranks in sorted(others):
-        found = own_ranks.run(ranks, plain_torch.load_and_go_on, other, str(tmp_path / "safetensors-dcp"))
-        assert found[0] == pytest.approx(torch_losses[2:], rel=1e-5)
+        continued = own_ranks.run(ranks, plain_torch.load_and_go_on, other, str(tmp_path / "safetensors-dcp"))
+        assert continued[0] == pytest.approx(torch_losses[2:], rel=1e-5)
     assert losses[0] == pytest.approx(torch_losses, rel=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_bfloat16_weights_and_asynchronous_saves_come_back_too(
     convert(tmp_path / "orbax", tmp_path / "back")
     assert_equal(tmp_path / "dcp", tmp_path / "back")
     resumed = own_ranks.run(3, plain_torch.load_and_go_on, "fsdp2", str(tmp_path / "back"), bf16)
-    assert resumed == [one[2:] for one in losses]
+    assert resumed == [rank_losses[2:] for rank_losses in losses]
 
 
 def run_jax(jobs: list[dict[str, Any]], processes: int = 1, devices: int = 8) -> list[list[float]]:
@@ -180,9 +180,9 @@ def test_jax_goes_on_from_what_was_in_dcp_and_in_safetensors(
             same.append({**job, "path": str(home / path), "how": how, "axis": 0, "devices": 8})
         for how, path, devices in (("v0", "dcp-orbax", 4), ("v1", "safetensors-orbax", 2)):
             other.append({**job, "path": str(home / path), "how": how, "axis": 1, "devices": devices})
-    found = run_jax([dict(job) for job in same], processes)
-    for job, one in zip(same, found, strict=True):
+    resumed = run_jax([dict(job) for job in same], processes)
+    for job, run_losses in zip(same, resumed, strict=True):
         # The same program on the same devices: equal to the bit.
-        assert one == losses[str(job["optimizer"])][2:], job
-    for job, one in zip(other, run_jax([dict(job) for job in other]), strict=True):
-        assert one == pytest.approx(losses[str(job["optimizer"])][2:], rel=1e-5), job
+        assert run_losses == losses[str(job["optimizer"])][2:], job
+    for job, run_losses in zip(other, run_jax([dict(job) for job in other]), strict=True):
+        assert run_losses == pytest.approx(losses[str(job["optimizer"])][2:], rel=1e-5), job

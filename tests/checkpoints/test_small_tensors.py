@@ -64,15 +64,15 @@ def make(path: Path, tensors: int) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
     folder = tmp_path_factory.mktemp("small")
-    found = {}
+    paths = {}
     for count in (FEW, MANY):
         first = make(folder / f"safetensors-{count}", count)
         for format in FORMATS:
-            found[format, count] = first
+            paths[format, count] = first
             if format != "safetensors":
-                found[format, count] = folder / f"{format}-{count}"
-                convert(first, found[format, count], to=format)
-    return found
+                paths[format, count] = folder / f"{format}-{count}"
+                convert(first, paths[format, count], to=format)
+    return paths
 
 
 def python_calls(work: Callable[[], object]) -> int:
@@ -102,8 +102,8 @@ def per_tensor(work: Callable[[int], object]) -> float:
 def test_a_tensor_more_is_few_calls_more(
     a: str, b: str, sources: dict[tuple[str, int], Path], tmp_path: Path
 ) -> None:
-    places = (tmp_path / str(k) for k in itertools.count())
-    calls = per_tensor(lambda count: convert(sources[a, count], next(places), to=b, workers=1))
+    targets = (tmp_path / str(k) for k in itertools.count())
+    calls = per_tensor(lambda count: convert(sources[a, count], next(targets), to=b, workers=1))
     assert calls < LIMITS[a, b]
 
 
@@ -146,9 +146,9 @@ def test_tensors_alike_are_declared_and_opened_as_each_alone(format: str, tmp_pa
     assert {len(info.chunks) for info in infos} == ({0, 1} if format == "safetensors" else {0, 1, 4})
     with open_checkpoint(tmp_path / "all") as reader:
         for k, info in enumerate(infos):
-            found = reader.tensors[info.name]
-            assert (found.name, found.path, found.shape) == (info.name, info.path, info.shape)
-            assert found.dtype == info.dtype
+            opened = reader.tensors[info.name]
+            assert (opened.name, opened.path, opened.shape) == (info.name, info.path, info.shape)
+            assert opened.dtype == info.dtype
             assert (reader.read(info.name) == k).all()
 
 

@@ -106,20 +106,20 @@ def test_reports_of_verify_and_convert_are_true_where_all_is_well(tmp_path: Path
 
 def documents() -> list[tuple[str, str]]:
     """Texts that show code: pages, cells of notebooks, docstrings."""
-    found = []
+    texts = []
     for path in sorted(ROOT.rglob("*")):
         relative = path.relative_to(ROOT)
         if any(part.startswith(".") or part in ("build", "dist") for part in relative.parts):
             continue
         if path.suffix == ".md":
-            found.append((str(relative), path.read_text()))
+            texts.append((str(relative), path.read_text()))
         elif path.suffix == ".ipynb":
             cells = json.loads(path.read_text())["cells"]
-            found.append((str(relative), "\n".join("".join(cell["source"]) for cell in cells)))
+            texts.append((str(relative), "\n".join("".join(cell["source"]) for cell in cells)))
         elif path.suffix == ".py" and relative.parts[0] != "tests":
             docstrings = re.findall(r'"""(.*?)"""', path.read_text(), re.DOTALL)
-            found.append((str(relative), "\n".join(docstrings)))
-    return found
+            texts.append((str(relative), "\n".join(docstrings)))
+    return texts
 
 
 def test_no_document_checks_by_a_number_of_what_was_compared() -> None:

@@ -103,10 +103,10 @@ def test_tensors_in_a_tuple_of_dcp_are_weights_too(tmp_path: Path) -> None:
         convert(tmp_path / "a", tmp_path / "o", selection=Selection(weights_only=True))
 
 
-@pytest.mark.parametrize("kind", SAVES)
-def test_values_without_tensors_are_still_left_out_by_weights_only(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("format", SAVES)
+def test_values_without_tensors_are_still_left_out_by_weights_only(tmp_path: Path, format: str) -> None:
     state = {"w": torch.ones(2), "args": argparse.Namespace(lr=1.0), "seen": {1, 2}, "raw": io.BytesIO(b"x")}
-    source = SAVES[kind](state, tmp_path / "a")
+    source = SAVES[format](state, tmp_path / "a")
     with pytest.raises(CheckpointError, match="--weights-only"):
         convert(source, tmp_path / "o", to="dcp")
     convert(source, tmp_path / "o", to="safetensors", selection=Selection(weights_only=True))
@@ -114,9 +114,9 @@ def test_values_without_tensors_are_still_left_out_by_weights_only(tmp_path: Pat
         assert ([*reader.tensors], [*reader.objects]) == (["w"], [])
 
 
-@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("format", SAVES)
 def test_values_that_cannot_be_read_are_told_together_with_advice_that_works(
-    tmp_path: Path, kind: str
+    tmp_path: Path, format: str
 ) -> None:
     odd = {
         "args": argparse.Namespace(lr=1.0),
@@ -127,7 +127,7 @@ def test_values_that_cannot_be_read_are_told_together_with_advice_that_works(
         "date": complex(1, 2),
         "slice": slice(3),
     }
-    source = SAVES[kind]({"model": {"w": torch.ones(2)}, "step": 3, **odd}, tmp_path / "a")
+    source = SAVES[format]({"model": {"w": torch.ones(2)}, "step": 3, **odd}, tmp_path / "a")
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "o"), "--to", "orbax"])
     assert result.exit_code == 2
     message = " ".join(result.stderr.split())
@@ -143,8 +143,8 @@ def test_values_that_cannot_be_read_are_told_together_with_advice_that_works(
     convert(source, tmp_path / "o2", to="orbax", selection=Selection(weights_only=True))
 
 
-@pytest.mark.parametrize("kind", SAVES)
-def test_values_that_stand_for_plain_data_are_read(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("format", SAVES)
+def test_values_that_stand_for_plain_data_are_read(tmp_path: Path, format: str) -> None:
     values = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -153,19 +153,19 @@ def test_values_that_stand_for_plain_data_are_read(tmp_path: Path, kind: str) ->
         "ordered": OrderedDict([("x", 1), ("y", [np.float32(0.5), ml_dtypes.bfloat16(1.5)])]),
     }
     # As one value each: DCP and torch.save go into mappings otherwise.
-    source = SAVES[kind]({"w": torch.ones(2), **{n: (v, "x") for n, v in values.items()}}, tmp_path / "a")
+    source = SAVES[format]({"w": torch.ones(2), **{n: (v, "x") for n, v in values.items()}}, tmp_path / "a")
     summary = inspect(source)
     assert not summary.unreadable
-    found = {name: value for name, value in summary.objects.items() if not name.endswith(".1")}
-    if kind == "dcp":
-        assert found == {
+    plain = {name: value for name, value in summary.objects.items() if not name.endswith(".1")}
+    if format == "dcp":
+        assert plain == {
             "size": ((2, 3), "x"),
             "dtype": ("torch.bfloat16", "x"),
             "device": ("cuda:1", "x"),
             "nested": ({"lr": 0.1, "size": (1,), "n": 7, "b": True}, "x"),
             "ordered": ({"x": 1, "y": [0.5, 1.5]}, "x"),
         }
-        numbers = found["nested"][0]  # type: ignore[index]
+        numbers = plain["nested"][0]  # type: ignore[index]
         assert [type(number) for number in numbers.values()] == [float, tuple, int, bool]
     convert(source, tmp_path / "o", to="orbax")
     assert diff(source, tmp_path / "o").same

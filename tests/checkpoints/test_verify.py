@@ -95,7 +95,7 @@ def _edited(path: Path, edit: Callable[[Any], object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("edit", "place", "text"),
+    ("edit", "where", "text"),
     [
         (lambda m: m["tensors"].pop("w.large"), "w.large", "expected no tensor of this name"),
         (
@@ -122,10 +122,10 @@ def _edited(path: Path, edit: Callable[[Any], object]) -> Path:
     ],
 )
 def test_each_disagreement_with_the_manifest_is_named(
-    copy: Callable[[str], Path], edit: Callable[[Any], object], place: str, text: str
+    copy: Callable[[str], Path], edit: Callable[[Any], object], where: str, text: str
 ) -> None:
     report = verify(_edited(copy("dcp"), edit))
-    assert [problem.where for problem in report.problems] == [place]
+    assert [problem.where for problem in report.problems] == [where]
     assert text in report.problems[0].text
     assert not report.good
 
@@ -143,8 +143,8 @@ def test_a_checkpoint_that_cannot_be_opened_still_has_its_files_compared(copy: C
     told = call(path, "--json")
     document = json.loads(told.stdout)
     assert (document["opened"], document["good"], told.exit_code) == (False, False, 2)
-    kind, message = document["error"]["kind"], document["error"]["message"]
-    assert (kind, document["error"]["status"]) == ("CheckpointError", 2)
+    error_class, message = document["error"]["kind"], document["error"]["message"]
+    assert (error_class, document["error"]["status"]) == ("CheckpointError", 2)
     assert message.startswith(f"{path}: cannot be opened: {path / '.metadata'}: ")
     assert told.stderr == f"error: {message}\n"
     assert "error" not in json.loads(call(copy("orbax"), "--json").stdout)
@@ -270,9 +270,9 @@ def test_chunks_above_the_budget_are_read_in_pieces_and_checked_as_a_whole(
     read, sizes = DcpReader.read, []
 
     def recorded(self: DcpReader, name: str, box: Box | None = None) -> np.ndarray:
-        found = read(self, name, box)
-        sizes.append(found.nbytes)
-        return found
+        block = read(self, name, box)
+        sizes.append(block.nbytes)
+        return block
 
     monkeypatch.setattr(DcpReader, "read", recorded)
     assert verify(tmp_path / "a").good
@@ -287,11 +287,11 @@ def test_the_report_does_not_depend_on_workers_and_progress_reaches_the_end(tmp_
     write(tmp_path / "a", "dcp", tensors, (7, 9))
     flipped(*list(places(tmp_path / "a", {"w.4": tensors["w.4"]}))[500], random.Random(0))
     seen: list[tuple[int, int, str]] = []
-    one = verify(tmp_path / "a", workers=1, progress=lambda *step: seen.append(step))
-    three = verify(tmp_path / "a", workers=3)
-    assert one.problems == three.problems
-    assert one.problems
-    assert seen[-1][:2] == (one.bytes, one.bytes)
+    by_one = verify(tmp_path / "a", workers=1, progress=lambda *step: seen.append(step))
+    by_three = verify(tmp_path / "a", workers=3)
+    assert by_one.problems == by_three.problems
+    assert by_one.problems
+    assert seen[-1][:2] == (by_one.bytes, by_one.bytes)
 
 
 def test_the_command_reports_and_exits_by_what_it_found(copy: Callable[[str], Path], tmp_path: Path) -> None:

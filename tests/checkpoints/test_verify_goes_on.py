@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ARRAYS = {f"w{number}": np.full((40, 50), number, np.float32) for number in range(5)}
 
 
-def flip(file: Path, *places: int) -> None:
+def flip(file: Path, *offsets: int) -> None:
     data = bytearray(file.read_bytes())
-    for place in places:
-        data[place] ^= 255
+    for offset in offsets:
+        data[offset] ^= 255
     file.write_bytes(data)
 
 
@@ -38,10 +38,10 @@ def ends_of_archives(path: Path) -> set[str]:
     convert(path.with_suffix(".safetensors"), path, to="dcp")
     (path / MANIFEST_FILE).unlink()
     file = path / "__0_0.distcp"
-    data, places = file.read_bytes(), []
-    while (place := data.find(b"PK\5\6", places[-1] + 1 if places else 0)) >= 0:
-        places.append(place)
-    flip(file, places[1], places[4])
+    data, offsets = file.read_bytes(), []
+    while (offset := data.find(b"PK\5\6", offsets[-1] + 1 if offsets else 0)) >= 0:
+        offsets.append(offset)
+    flip(file, offsets[1], offsets[4])
     return {"w1", "w4"}
 
 

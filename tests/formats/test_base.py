@@ -166,12 +166,12 @@ def test_a_failing_rename_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "dangling link"])
-def test_an_existing_destination_is_refused_and_kept(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("file_type", ["file", "directory", "dangling link"])
+def test_an_existing_destination_is_refused_and_kept(tmp_path: Path, file_type: str) -> None:
     path = tmp_path / "checkpoint"
-    if kind == "file":
+    if file_type == "file":
         path.write_text("precious")
-    elif kind == "directory":
+    elif file_type == "directory":
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "nowhere")
@@ -270,10 +270,10 @@ def test_weights_beside_a_dcp_or_orbax_checkpoint_do_not_hide_it(tmp_path: Path,
     assert detect_format(tmp_path) == "dcp"
 
 
-@pytest.mark.parametrize("place", ["", "default", "10/state"])
-def test_orbax_is_recognized_flat_with_items_and_with_steps(tmp_path: Path, place: str) -> None:
-    (tmp_path / "run" / place).mkdir(parents=True)
-    (tmp_path / "run" / place / "_METADATA").write_text("{}")
+@pytest.mark.parametrize("subfolder", ["", "default", "10/state"])
+def test_orbax_is_recognized_flat_with_items_and_with_steps(tmp_path: Path, subfolder: str) -> None:
+    (tmp_path / "run" / subfolder).mkdir(parents=True)
+    (tmp_path / "run" / subfolder / "_METADATA").write_text("{}")
     assert detect_format(tmp_path / "run") == "orbax"
 
 

@@ -89,14 +89,14 @@ def test_names_with_several_numbers_are_refused_unless_only_the_last_one_differs
 
 
 def test_what_is_no_directory_of_steps_is_named(runs: Path, tmp_path: Path) -> None:
-    for place, message in (
+    for path, message in (
         (runs / "dcp" / "step-9", "found one checkpoint: leave the step out"),
         (runs / "torch" / "epoch=3-step=9.ckpt", "found a file"),
         (runs / "nowhere", "found nothing there"),
         (runs, "found no step among dcp, npz"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            at_step(place, "latest")
+            at_step(path, "latest")
     small(runs / "dcp" / "step_9", "dcp")
     with pytest.raises(CheckpointError, match=r"expected one step 9 \(--step\), found step-9 and step_9"):
         at_step(runs / "dcp", 9)

@@ -68,11 +68,11 @@ class Run:
         return Run(plan, state, jax_impl.make_train_step(plan, loss, optimizer), optimizer)
 
     def train(self, steps: range) -> list[float]:
-        found = []
+        losses = []
         for step in steps:
             self.state, metrics = self.step(self.state, tokens(step))
-            found.append(float(metrics["loss"]))
-        return found
+            losses.append(float(metrics["loss"]))
+        return losses
 
     def arrays(self) -> list[np.ndarray]:
         """Every array of the state, as bytes: what has the same bits is equal.
@@ -95,12 +95,13 @@ def plain_optax(steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
         changes, moments = optimizer.update(grads, moments, weights)
         return optax.apply_updates(weights, changes), moments, value
 
-    found = []
+    losses = []
     for step in range(steps):
         weights, moments, value = update(weights, moments, tokens(step))
-        found.append(float(value))
-    return found, {
-        "/".join(map(str, path)): np.asarray(one.get_value()) for path, one in nnx.to_flat_state(weights)
+        losses.append(float(value))
+    return losses, {
+        "/".join(map(str, path)): np.asarray(variable.get_value())
+        for path, variable in nnx.to_flat_state(weights)
     }
 
 
@@ -137,20 +138,20 @@ def low_precision_moments(dtypes: tuple[str, str]) -> tuple[list[float], list[fl
 # Memory of the host
 
 
-def kinds(tree: Any) -> list[str]:
+def memory_kinds(tree: Any) -> list[str]:
     return sorted({str(x.sharding.memory_kind) for x in jax.tree.leaves(tree)})
 
 
 def offloaded(offload: jax_impl.Offload, options: dict[str, Any]) -> dict[str, Any]:
     """Two runs, with and without offload: losses, arrays, and where the state of the first lies before and after."""
     plain, run = Run.of(**options), Run.of(offload=offload, **options)
-    before = kinds(run.state.weights), kinds(run.state.opt_state)
+    before = memory_kinds(run.state.weights), memory_kinds(run.state.opt_state)
     losses, expected = run.train(range(4)), plain.train(range(4))
     return {
         "losses": losses,
         "expected": expected,
         "before": before,
-        "after": (kinds(run.state.weights), kinds(run.state.opt_state)),
+        "after": (memory_kinds(run.state.weights), memory_kinds(run.state.opt_state)),
         "arrays": run.arrays(),
         "expected arrays": plain.arrays(),
         "weights": [np.asarray(x) for x in jax.tree.leaves(run.state.weights)],
@@ -165,13 +166,13 @@ WIDE = DecoderConfig(
 
 def peak() -> int:
     """Bytes of the device that this process has had at once so far."""
-    found = jax.devices()[0].memory_stats()
-    return int(found["peak_bytes_in_use"]) if found else 0
+    stats = jax.devices()[0].memory_stats()
+    return int(stats["peak_bytes_in_use"]) if stats else 0
 
 
 def peaks_by_offload(offloads: list[jax_impl.Offload | None], config: DecoderConfig) -> tuple[list[int], int]:
     """The peak after two steps of each, in an order of which each needs more than the ones before; bytes of weights."""
-    found, weights = [], 0
+    peaks, weights = [], 0
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     plan = jax_impl.plan_sharding(model, jax_impl.data_parallel_mesh(1))
     optimizer = jax_impl.main_weight_adamw(**ADAMW)
@@ -183,9 +184,9 @@ def peaks_by_offload(offloads: list[jax_impl.Offload | None], config: DecoderCon
         for number in range(2):
             state, metrics = step(state, tokens(number))
         metrics["loss"].block_until_ready()
-        found.append(peak())
+        peaks.append(peak())
         del state, metrics, step
-    return found, weights
+    return peaks, weights
 
 
 # The peak of a step
@@ -238,7 +239,9 @@ def peaks_of(cell: Cell) -> Peaks:
     state = jax.tree.map(_zeros, jax_impl.abstract_state(plan, optimizer))
     step = jax_impl.make_train_step(plan, request.loss_function(), optimizer)
     shapes_of_rows = request.global_batch(plan)
-    first, update = (allocated(one.compile())["total"] for one in step.lower_programs(state, shapes_of_rows))
+    first, update = (
+        allocated(lowered.compile())["total"] for lowered in step.lower_programs(state, shapes_of_rows)
+    )
     moments = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
     (rows,) = shapes_of_rows.values()
     for number in range(2):
@@ -260,8 +263,8 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     rows, inputs, outputs = shape
     random = np.random.default_rng(0)
     x, w, grad = (
-        random.standard_normal(one).astype(np.float32).astype(dtype)
-        for one in ((rows, inputs), (inputs, outputs), (rows, outputs))
+        random.standard_normal(sizes).astype(np.float32).astype(dtype)
+        for sizes in ((rows, inputs), (inputs, outputs), (rows, outputs))
     )
 
     def both(x: jax.Array, w: jax.Array, grad: jax.Array) -> Any:
@@ -270,7 +273,7 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
 
     lowered = jax.jit(both).lower(x, w, grad)
     compiled = lowered.compile()
-    found = [np.asarray(one, np.float32) for one in compiled(x, w, grad)]
+    computed = [np.asarray(output, np.float32) for output in compiled(x, w, grad)]
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     wide = np.float64
     expected = [
@@ -280,7 +283,7 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     ]
     texts = {name: lowered.compile(options).as_text() for name, options in compilers().items()}
     return {
-        "found": found,
+        "computed": computed,
         "expected": expected,
         "products": {name: float8_products(text) for name, text in texts.items()},
         "lines": {name: products_of(text) for name, text in texts.items()},
@@ -317,14 +320,14 @@ def products_of(text: str) -> list[str]:
 
 def float8_products(text: str) -> int:
     """Products of two float8 factors, of a library or in a kernel of XLA's own, of a program that XLA compiled."""
-    dtypes = {found[1]: found[2] for line in text.splitlines() if (found := _RESULT.search(line))}
-    factors = [found.groups() for line in products_of(text) if (found := _OPERANDS.search(line))]
+    dtypes = {match[1]: match[2] for line in text.splitlines() if (match := _RESULT.search(line))}
+    factors = [match.groups() for line in products_of(text) if (match := _OPERANDS.search(line))]
     return sum(all(dtypes.get(name, "").startswith("f8") for name in pair) for pair in factors)
 
 
 def float8_training(gather: str, products: bool) -> tuple[list[float], list[float], int]:
     """Losses of a decoder with weights gathered so, and without; float8 products in the gradients' program."""
-    found = []
+    losses = []
     for narrow in (True, False):
         model = decoder()
         if narrow and products:
@@ -335,8 +338,8 @@ def float8_training(gather: str, products: bool) -> tuple[list[float], list[floa
             calls = (
                 float8_products(first.compile(compilers().get("without Triton")).as_text()) if products else 0
             )
-        found.append(run.train(range(12)))
-    return found[0], found[1], calls
+        losses.append(run.train(range(12)))
+    return losses[0], losses[1], calls
 
 
 # Checkpoints
@@ -357,8 +360,8 @@ def saved_behind_training(folder: str) -> dict[str, Any]:
         name: jax_impl.load_checkpoint(path / name, run.plan, run.optimizer) for name in ("now", "later")
     }
     states = {
-        name: [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(one.state)]
-        for name, one in loaded.items()
+        name: [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(saved.state)]
+        for name, saved in loaded.items()
     }
     other = Run.of()
     other.state = loaded["later"].state
@@ -374,7 +377,7 @@ def loaded_to_host(folder: str) -> tuple[list[str], list[float], list[float]]:
     like = jax_impl.abstract_state(run.plan, run.optimizer, offload=offload)
     loaded = jax_impl.load_checkpoint(Path(folder) / "whole", run.plan, run.optimizer, like=like)
     other.state = loaded.state
-    return kinds(other.state.weights), other.train(range(2, 4)), run.train(range(2, 4))
+    return memory_kinds(other.state.weights), other.train(range(2, 4)), run.train(range(2, 4))
 
 
 def read_by_orbax(folder: str) -> tuple[int, int]:
@@ -386,10 +389,10 @@ def read_by_orbax(folder: str) -> tuple[int, int]:
     jax_impl.save_checkpoint(Path(folder) / "own", run.plan, run.state)
     with ocp.PyTreeCheckpointer() as reader:
         tree = reader.restore(Path(folder) / "own")
-    found = dict(_flat(tree))
+    leaves = dict(_flat(tree))
     weights = jax_impl.unshard(run.plan, run.state.weights)
     same = [
-        any(path in key and np.array_equal(value, weights[path]) for key, value in found.items())
+        any(path in key and np.array_equal(value, weights[path]) for key, value in leaves.items())
         for path in weights
     ]
     return len(same), sum(same)

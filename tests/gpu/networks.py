@@ -78,14 +78,14 @@ def train(
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:
     """Losses of inputs in ``dtype``, each before its step."""
-    found = []
+    losses = []
     for step in steps:
         loss = loss_of(model, rows(step, dtype=dtype))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:

@@ -22,24 +22,24 @@ POLICIES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def engine(ours: bool, kind: str, **sizes: int) -> torch.nn.Module:
-    given, options, of_ours = POLICIES[kind]
+def engine(ours: bool, precision: str, **sizes: int) -> torch.nn.Module:
+    dtype, options, of_ours = POLICIES[precision]
     if ours:
         policy: Any = torch_impl.MixedPrecisionPolicy(**options, **of_ours)
-        return sharded(network(given, **sizes), mp_policy=policy)
+        return sharded(network(dtype, **sizes), mp_policy=policy)
     policy = fsdp.MixedPrecisionPolicy(**options)
-    return sharded(network(given, **sizes), fsdp.fully_shard, mp_policy=policy)
+    return sharded(network(dtype, **sizes), fsdp.fully_shard, mp_policy=policy)
 
 
 @needs_device
-@pytest.mark.parametrize("kind", POLICIES)
-def test_losses_and_weights_have_the_bits_of_fsdp2(one_rank: None, kind: str) -> None:
-    found = []
+@pytest.mark.parametrize("precision", POLICIES)
+def test_losses_and_weights_have_the_bits_of_fsdp2(one_rank: None, precision: str) -> None:
+    runs = []
     for ours in (True, False):
-        model = engine(ours, kind)
-        losses = train(model, adamw(model), dtype=POLICIES[kind][0])
-        found.append((losses, values(model)))
-    (losses, weights), (its_losses, its_weights) = found
+        model = engine(ours, precision)
+        losses = train(model, adamw(model), dtype=POLICIES[precision][0])
+        runs.append((losses, values(model)))
+    (losses, weights), (its_losses, its_weights) = runs
     assert losses == its_losses
     assert same_bits(weights, its_weights)
 
@@ -63,16 +63,16 @@ def peak_of(build: Callable[[], torch.nn.Module], width: int, dtype: torch.dtype
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", ["bfloat16 over float32", "bfloat16 as given"])
-def test_a_step_in_bfloat16_needs_no_more_memory_than_in_fsdp2(one_rank: None, kind: str) -> None:
-    width, dtype = 2048, POLICIES[kind][0]
+@pytest.mark.parametrize("precision", ["bfloat16 over float32", "bfloat16 as given"])
+def test_a_step_in_bfloat16_needs_no_more_memory_than_in_fsdp2(one_rank: None, precision: str) -> None:
+    width, dtype = 2048, POLICIES[precision][0]
     # The libraries' workspaces are taken once.
-    peak_of(lambda: engine(True, kind, width=width, layers=1), width, dtype)
+    peak_of(lambda: engine(True, precision, width=width, layers=1), width, dtype)
     mine, theirs = (
-        peak_of(lambda ours=ours: engine(ours, kind, width=width, layers=6), width, dtype)
+        peak_of(lambda ours=ours: engine(ours, precision, width=width, layers=6), width, dtype)
         for ours in (True, False)
     )
-    print(f"{kind}: at rest {mine[0]:,} and {theirs[0]:,} B, peak {mine[1]:,} and {theirs[1]:,} B")
+    print(f"{precision}: at rest {mine[0]:,} and {theirs[0]:,} B, peak {mine[1]:,} and {theirs[1]:,} B")
     assert mine[0] <= 1.005 * theirs[0]
     assert mine[1] <= 1.005 * theirs[1]
 

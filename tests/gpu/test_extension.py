@@ -38,22 +38,22 @@ class Wrapped(nn.Module):
 
 def trained(shard: Callable[..., Any], **options: Any) -> list[float]:
     model = sharded(Wrapped(), shard, **options)
-    found = train(model, adamw(model))
+    losses = train(model, adamw(model))
     assert type(model.layers[0].weight.to_local()) is Halved
-    return found
+    return losses
 
 
 def test_weights_gathered_by_their_own_say_have_the_losses_of_fsdp2(one_rank: None) -> None:
-    found = trained(torch_impl.fully_shard)
+    losses = trained(torch_impl.fully_shard)
     # What is freed FSDP2 gathers again in place, which this class does not hide from autograd.
     theirs = trained(fsdp.fully_shard, reshard_after_forward=False)
-    torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
-    assert found == trained(torch_impl.fully_shard, prefetch=0)
+    torch.testing.assert_close(losses, theirs, rtol=1e-6, atol=0)
+    assert losses == trained(torch_impl.fully_shard, prefetch=0)
 
 
 def test_such_weights_may_lie_in_the_hosts_memory(one_rank: None) -> None:
-    found = trained(torch_impl.fully_shard, offload_policy=fsdp.CPUOffloadPolicy())
-    torch.testing.assert_close(found, trained(torch_impl.fully_shard), rtol=1e-4, atol=0)
+    losses = trained(torch_impl.fully_shard, offload_policy=fsdp.CPUOffloadPolicy())
+    torch.testing.assert_close(losses, trained(torch_impl.fully_shard), rtol=1e-4, atol=0)
 
 
 class Adapted(nn.Module):
@@ -74,9 +74,9 @@ class Adapted(nn.Module):
 def test_frozen_bytes_are_gathered_as_they_are(one_rank: None) -> None:
     plain = Adapted()
     model = torch_impl.fully_shard(Adapted())
-    found = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    losses = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
     expected = train(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     model.unshard()
     assert torch.equal(model.base.dequantize(), plain.base.dequantize())
     model.reshard()

@@ -41,12 +41,12 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in func.overloadpacket.__name__:
-            factors = [one for one in args if isinstance(one, torch.Tensor)]
+            factors = [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
             self.seen.append((func.overloadpacket.__name__, factors[0].dtype, factors[1].dtype))
         return func(*args, **(kwargs or {}))
 
     def of(self, first: torch.dtype, second: torch.dtype) -> int:
-        return sum(one[1:] == (first, second) for one in self.seen)
+        return sum(product[1:] == (first, second) for product in self.seen)
 
 
 @needs_device
@@ -101,9 +101,9 @@ def test_float8_weights_learn_as_those_in_bfloat16(
     one_rank: None, gather: Any, products: bool, within: float
 ) -> None:
     usual, model = sharded(**policy(None)), sharded(**policy(gather, float8_products=products))
-    expected, found = train(usual, adamw(usual), range(15)), train(model, adamw(model), range(15))
-    assert found == pytest.approx(expected, rel=within)
-    assert found != expected
+    expected, losses = train(usual, adamw(usual), range(15)), train(model, adamw(model), range(15))
+    assert losses == pytest.approx(expected, rel=within)
+    assert losses != expected
 
 
 @needs_device

@@ -78,10 +78,10 @@ def test_adamw_trains_as_on_the_device_but_for_roundings(one_rank: None) -> None
 @needs_device
 def test_gradients_of_microbatches_wait_on_the_host(one_rank: None) -> None:
     plain, model = sharded(), sharded(**OFFLOAD)
-    for one in (plain, model):
+    for module in (plain, model):
         for number in range(3):
-            one.set_is_last_backward(number == 2)
-            (loss_of(one, rows(number)) / 3).backward()
+            module.set_is_last_backward(number == 2)
+            (loss_of(module, rows(number)) / 3).backward()
     for mine, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert local_of(mine.grad).device.type == "cpu"
         assert torch.equal(local_of(mine.grad), local_of(want.grad).cpu())

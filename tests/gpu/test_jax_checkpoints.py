@@ -19,12 +19,12 @@ pytestmark = needs_jax_device
 def test_a_save_behind_training_holds_the_state_whose_memory_steps_take(
     exact_jax_process: JaxProcess, tmp_path: Path
 ) -> None:
-    found = exact_jax_process.run(jobs.saved_behind_training, str(tmp_path))
+    saves = exact_jax_process.run(jobs.saved_behind_training, str(tmp_path))
     for name in ("now", "later"):
         assert verify(tmp_path / name).good
-        for mine, want in zip(found["states"][name], found["expected"], strict=True):
+        for mine, want in zip(saves["states"][name], saves["expected"], strict=True):
             assert np.array_equal(mine, want)
-    assert found["resumed"] == found["losses"]
+    assert saves["resumed"] == saves["losses"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs orbax-checkpoint")

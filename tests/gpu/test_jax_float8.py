@@ -21,16 +21,16 @@ def has_float8_kernels() -> bool:
 def test_products_are_made_in_float8_and_are_those_of_rounded_factors(
     jax_process: JaxProcess, dtype: str
 ) -> None:
-    found = jax_process.run(jobs.float8_product, dtype, (64, 128, 256))
-    for mine, want in zip(found["found"], found["expected"], strict=True):
+    report = jax_process.run(jobs.float8_product, dtype, (64, 128, 256))
+    for mine, want in zip(report["computed"], report["expected"], strict=True):
         # Tensor cores sum float8 products in 14 bits or so before the sums become float32, and TF32, of which the
         # gradient of the weight is a product, has 11 bits.
         step = 2.0**-8 if dtype == "bfloat16" else 2.0**-10
         np.testing.assert_allclose(mine, want, rtol=step, atol=np.abs(want).max() * 2.0**-11)
     if has_float8_kernels():
-        print(found["lines"], found["products"])
+        print(report["lines"], report["products"])
         # Forward, and for the gradient of the input.
-        assert found["products"]["without Triton"] == 2
+        assert report["products"]["without Triton"] == 2
 
 
 @pytest.mark.parametrize("products", [False, True])

@@ -32,22 +32,22 @@ ALL = Offload(moments=1.0, main_weights=True)
 def test_a_state_in_the_hosts_memory_trains_with_the_bits_of_one_on_the_device(
     exact_jax_process: JaxProcess, offload: Offload, options: dict[str, Any]
 ) -> None:
-    found = exact_jax_process.run(jobs.offloaded, offload, options)
-    assert found["before"] == found["after"]
-    of_weights, of_moments = found["after"]
+    report = exact_jax_process.run(jobs.offloaded, offload, options)
+    assert report["before"] == report["after"]
+    of_weights, of_moments = report["after"]
     assert (of_weights == HOST) == offload.main_weights
     assert "pinned_host" in of_moments
-    assert found["losses"] == found["expected"]
-    for mine, other in zip(found["arrays"], found["expected arrays"], strict=True):
+    assert report["losses"] == report["expected"]
+    for mine, other in zip(report["arrays"], report["expected arrays"], strict=True):
         assert np.array_equal(mine, other)
 
 
 def test_the_hosts_processor_updates_what_lies_in_its_memory(exact_jax_process: JaxProcess) -> None:
     """Processors round products and sums in one step or in two, so that last bits differ."""
-    found = exact_jax_process.run(jobs.offloaded, jobs.HOST_UPDATE, {})
-    assert found["before"] == found["after"] == (HOST, HOST)
-    np.testing.assert_allclose(found["losses"], found["expected"], rtol=1e-5)
-    for mine, other in zip(found["weights"], found["expected weights"], strict=True):
+    report = exact_jax_process.run(jobs.offloaded, jobs.HOST_UPDATE, {})
+    assert report["before"] == report["after"] == (HOST, HOST)
+    np.testing.assert_allclose(report["losses"], report["expected"], rtol=1e-5)
+    for mine, other in zip(report["weights"], report["expected weights"], strict=True):
         np.testing.assert_allclose(mine, other, rtol=0, atol=2e-6)
 
 

@@ -26,13 +26,13 @@ OFFLOADS = [HOST_UPDATE, Offload(moments=1.0, main_weights=True), None]
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[object, JaxProcess]]:
     """One for each measurement, since a peak is that of a process; all at once."""
-    found: dict[object, JaxProcess] = {cell: JaxProcess(ON_GPU) for cell in CELLS}
+    running: dict[object, JaxProcess] = {cell: JaxProcess(ON_GPU) for cell in CELLS}
     for cell in CELLS:
-        found[cell].start(peaks_of, cell)
-    found["offload"] = JaxProcess(ON_GPU)
-    found["offload"].start(peaks_by_offload, OFFLOADS, WIDE)
-    yield found
-    for process in found.values():
+        running[cell].start(peaks_of, cell)
+    running["offload"] = JaxProcess(ON_GPU)
+    running["offload"].start(peaks_by_offload, OFFLOADS, WIDE)
+    yield running
+    for process in running.values():
         process.close()
 
 
@@ -47,17 +47,17 @@ def test_a_step_needs_no_more_than_its_plan(peaks: dict[Cell, Peaks], cell: Cell
 
     The bounds were set around what one H200 with jax 0.11.2 showed: 0.61, 0.73, 0.79 and 0.89 of the plan.
     """
-    found = peaks[cell]
-    print(f"{found}: real is {found.real / found.planned:.3f} of the plan")
-    assert 0.5 * found.planned <= found.real <= 1.1 * found.planned
+    measured = peaks[cell]
+    print(f"{measured}: real is {measured.real / measured.planned:.3f} of the plan")
+    assert 0.5 * measured.planned <= measured.real <= 1.1 * measured.planned
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_step_needs_what_the_compiler_says(peaks: dict[Cell, Peaks], cell: Cell) -> None:
     """Which is what ``--target`` reports."""
-    found = peaks[cell]
-    print(f"{found}: real is {found.real / found.compiled:.3f} of what was compiled")
-    assert 0.97 * found.compiled <= found.real <= 1.03 * found.compiled
+    measured = peaks[cell]
+    print(f"{measured}: real is {measured.real / measured.compiled:.3f} of what was compiled")
+    assert 0.97 * measured.compiled <= measured.real <= 1.03 * measured.compiled
 
 
 def test_recomputed_layers_need_less_memory(peaks: dict[Cell, Peaks]) -> None:

@@ -31,8 +31,8 @@ def test_the_process_has_the_gpu(jax_process: JaxProcess) -> None:
 )
 def test_a_sharded_run_is_a_plain_optax_program(jax_process: JaxProcess, options: dict[str, Any]) -> None:
     losses, weights = jax_process.run(jobs.plain_optax, 4)
-    found, own = jax_process.run(jobs.sharded, 4, options)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    sharded_losses, own = jax_process.run(jobs.sharded, 4, options)
+    np.testing.assert_allclose(sharded_losses, losses, rtol=1e-5)
     assert own.keys() == weights.keys()
     for path, value in own.items():
         np.testing.assert_allclose(value, weights[path], rtol=0, atol=2e-5, err_msg=path)
@@ -40,8 +40,8 @@ def test_a_sharded_run_is_a_plain_optax_program(jax_process: JaxProcess, options
 
 def test_scanned_layers_train_as_unrolled_ones(jax_process: JaxProcess) -> None:
     losses, _ = jax_process.run(jobs.plain_optax, 4)
-    found, _ = jax_process.run(jobs.sharded, 4, {"stacked": ["layers"]})
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    sharded_losses, _ = jax_process.run(jobs.sharded, 4, {"stacked": ["layers"]})
+    np.testing.assert_allclose(sharded_losses, losses, rtol=1e-5)
 
 
 def test_a_forward_has_the_loss_of_the_step(jax_process: JaxProcess) -> None:

@@ -12,10 +12,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KINDS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def run(kind: torch.dtype, fraction: float) -> tuple[list[nn.Parameter], MainWeightAdamW, int]:
+def run(dtype: torch.dtype, fraction: float) -> tuple[list[nn.Parameter], MainWeightAdamW, int]:
     random = torch.Generator("cuda").manual_seed(0)
     params = [nn.Parameter(torch.randn(1024, 2048, device="cuda", generator=random)) for _ in range(24)]
-    optimizer = MainWeightAdamW(params, exp_avg_dtype=kind, exp_avg_sq_dtype=kind, offload_fraction=fraction)
+    optimizer = MainWeightAdamW(
+        params, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, offload_fraction=fraction
+    )
     for _ in range(4):
         for param in params:
             param.grad = torch.randn(param.shape, device="cuda", generator=random)

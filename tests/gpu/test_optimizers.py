@@ -28,11 +28,11 @@ STOCK: dict[str, Build] = {
 @pytest.mark.parametrize("name", STOCK)
 def test_a_stock_optimizer_has_the_bits_that_it_has_on_plain_parameters(one_rank: None, name: str) -> None:
     plain, model = network(), sharded()
-    expected, found = (
+    expected, losses = (
         train(plain, STOCK[name](plain.parameters())),
         train(model, STOCK[name](model.parameters())),
     )
-    assert found == expected
+    assert losses == expected
     assert same_bits(values(model), values(plain))
 
 
@@ -59,15 +59,15 @@ F8 = torch.float8_e4m3fn
 SPACINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
 """Half the distance between neighbouring stored numbers, as part of them."""
 LOW: dict[str, Build] = {
-    f"{kind.__name__} {str(dtype).removeprefix('torch.')}": (
-        lambda params, kind=kind, keys=keys, dtype=dtype: kind(
+    f"{optimizer_class.__name__} {str(dtype).removeprefix('torch.')}": (
+        lambda params, optimizer_class=optimizer_class, keys=keys, dtype=dtype: optimizer_class(
             params,
             lr=1e-2,
             **dict.fromkeys(keys, dtype),
-            **({"momentum": 0.9} if kind is MainWeightSGD else {}),
+            **({"momentum": 0.9} if optimizer_class is MainWeightSGD else {}),
         )
     )
-    for kind, keys in (
+    for optimizer_class, keys in (
         (MainWeightAdamW, ("exp_avg_dtype", "exp_avg_sq_dtype")),
         (MainWeightSGD, ("momentum_dtype",)),
         (MainWeightMuon, ("momentum_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
@@ -149,13 +149,13 @@ def test_a_moment_is_stored_with_the_bits_of_the_cpu(dtype: torch.dtype, positiv
     powers = 2.0 ** torch.randint(-9, 3, (128, 1), generator=random)
     values = torch.randn(128, 96, generator=random).bfloat16().float() * powers
     values = values.abs() if positive else values
-    kind = MomentFormat("moment", dtype, positive=positive)
-    found = []
+    moment_format = MomentFormat("moment", dtype, positive=positive)
+    encoded = []
     for device in (DEVICE, "cpu"):
-        stored = kind.zeros(nn.Parameter(values.to(device)), on_host=False)
-        kind.encode(values.clone().to(device), stored["moment"], stored.get("moment_scale"), 3, 5)
-        found.append(list(stored.values()))
-    assert same_bits(*found)
+        stored = moment_format.zeros(nn.Parameter(values.to(device)), on_host=False)
+        moment_format.encode(values.clone().to(device), stored["moment"], stored.get("moment_scale"), 3, 5)
+        encoded.append(list(stored.values()))
+    assert same_bits(*encoded)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -174,13 +174,13 @@ def test_a_cuda_graph_replays_a_capturable_step(dtype: torch.dtype) -> None:
         random = torch.Generator("cuda").manual_seed(1)
         params = [nn.Parameter(torch.randn(64, 33, device="cuda", generator=random)) for _ in range(3)]
         rate = torch.tensor(1e-2, device="cuda")
-        kinds: dict[str, Any] = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-        return params, MainWeightAdamW(params, lr=rate, capturable=True, **kinds)
+        dtypes: dict[str, Any] = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+        return params, MainWeightAdamW(params, lr=rate, capturable=True, **dtypes)
 
     plain, its = build()
     grads = random_steps(plain, 5)
-    for given in grads:
-        for param, grad in zip(plain, given, strict=True):
+    for step_grads in grads:
+        for param, grad in zip(plain, step_grads, strict=True):
             param.grad = grad.clone()
         its.step()
 
@@ -196,8 +196,8 @@ def test_a_cuda_graph_replays_a_capturable_step(dtype: torch.dtype) -> None:
     with torch.cuda.graph(graph):
         optimizer.step()
     # A capture computes nothing.
-    for given in grads[1:]:
-        for param, grad in zip(params, given, strict=True):
+    for step_grads in grads[1:]:
+        for param, grad in zip(params, step_grads, strict=True):
             param.grad.copy_(grad)
         graph.replay()
     torch.cuda.synchronize()
@@ -209,9 +209,9 @@ def test_a_cuda_graph_replays_a_capturable_step(dtype: torch.dtype) -> None:
 @needs_device
 def test_norms_of_gradients_are_clipped_on_the_device(one_rank: None) -> None:
     plain, model = network(), sharded()
-    for one in (plain, model):
-        (one(torch.ones(4, 128, device=DEVICE)).square().sum()).backward()
+    for module in (plain, model):
+        (module(torch.ones(4, 128, device=DEVICE)).square().sum()).backward()
     want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    found = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.testing.assert_close(found.full_tensor(), want)
-    assert found.device.type == DEVICE
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(norm.full_tensor(), want)
+    assert norm.device.type == DEVICE

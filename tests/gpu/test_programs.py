@@ -31,11 +31,11 @@ pytestmark = needs_device
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    found = []
+    grads = []
     for param in model.parameters():
         grad = param.grad
-        found.append(None if grad is None else local_of(grad).cpu())
-    return found
+        grads.append(None if grad is None else local_of(grad).cpu())
+    return grads
 
 
 def assert_gradients_alike(model: nn.Module, plain: nn.Module) -> None:
@@ -54,16 +54,16 @@ def test_gradients_of_microbatches_add_up(one_rank: None, strategy: str, how: st
             model.set_is_last_backward(number == 2)
         elif how == "no_sync":
             model.set_requires_gradient_sync(number == 2)
-        for one in (plain, model):
-            (loss_of(one, rows(number)) / 3).backward()
+        for module in (plain, model):
+            (loss_of(module, rows(number)) / 3).backward()
     assert_gradients_alike(model, plain)
 
 
 def test_parameters_that_no_rank_used_have_no_gradient(one_rank: None) -> None:
     plain, model = network(), sharded()
-    for one in (plain, model):
-        one.skipped, one.layers[2].half = frozenset({1}), True
-        loss_of(one, rows(0)).backward()
+    for module in (plain, model):
+        module.skipped, module.layers[2].half = frozenset({1}), True
+        loss_of(module, rows(0)).backward()
     assert_gradients_alike(model, plain)
     assert [param.grad for param in model.layers[1].parameters()] == [None] * 3
     assert model.layers[2].down.weight.grad is None
@@ -76,10 +76,10 @@ def test_a_loss_multiplies_by_weights_that_are_kept_after_forward(
 ) -> None:
     plain, model = network(), sharded(**options)
     for step in range(3):
-        for one in (plain, model):
-            one.whole = False
-            hidden = one(rows(step))
-            F.linear(hidden, one.output.weight).square().mean().backward()
+        for module in (plain, model):
+            module.whole = False
+            hidden = module(rows(step))
+            F.linear(hidden, module.output.weight).square().mean().backward()
         assert_gradients_alike(model, plain)
     assert all(hasattr(param, "full_tensor") for param in model.parameters())
 
@@ -135,7 +135,7 @@ def pressure() -> None:
 
 
 def under_pressure(model: nn.Module, pressed: bool, steps: int = 10) -> list[float]:
-    optimizer, found = adamw(model), []
+    optimizer, losses = adamw(model), []
     for step in range(steps):
         if pressed:
             pressure()
@@ -147,8 +147,8 @@ def under_pressure(model: nn.Module, pressed: bool, steps: int = 10) -> list[flo
             pressure()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def test_main_gradients_that_kernels_write_are_those_of_autograd(one_rank: None) -> None:
@@ -167,13 +167,13 @@ def test_memory_that_units_use_in_turn_never_changes_a_result(
     one_rank: None, strategy: str, pool: bool
 ) -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = []
+    runs = []
     for pressed in (False, True):
         model = sharded(strategy=strategy, mp_policy=policy)
         model.set_buffer_pool(pool)
-        found.append(under_pressure(model, pressed))
+        runs.append(under_pressure(model, pressed))
         assert (model.buffer_plan() is not None) == pool
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
 
 
 class Chain(nn.Module):
@@ -221,8 +221,8 @@ def test_a_hook_changes_reduced_gradients_on_its_stream(one_rank: None, own: boo
 
     for layer in model.layers:
         layer.set_all_reduce_hook(hook, stream=stream)
-    for one in (plain, model):
-        loss_of(one, rows(0)).backward()
+    for module in (plain, model):
+        loss_of(module, rows(0)).backward()
     for mine, want in zip(model.layers.parameters(), plain.layers.parameters(), strict=True):
         torch.testing.assert_close(local_of(mine.grad), 2 * want.grad, rtol=1e-5, atol=1e-7)
     assert torch.equal(local_of(model.output.weight.grad), plain.output.weight.grad)
@@ -247,9 +247,9 @@ def test_a_model_from_the_meta_device_gets_its_memory_on_the_device(one_rank: No
 def test_diagnostics_read_a_device(one_rank: None) -> None:
     model = sharded()
     optimizer = adamw(model)
-    with torch_impl.watch_nonfinite_outputs(model) as found:
+    with torch_impl.watch_nonfinite_outputs(model) as nonfinite:
         loss_of(model, rows(0)).backward()
-    assert not found
+    assert not nonfinite
     norms = torch_impl.parameter_norms(model)
     for name, value in network().named_parameters():
         assert norms[name] == pytest.approx(value.norm().item(), rel=1e-5)

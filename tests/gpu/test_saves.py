@@ -47,7 +47,7 @@ def test_a_save_behind_training_holds_what_was_there_when_it_began(
 ) -> None:
     model, optimizer = built(moments, **options)
     train(model, optimizer, range(2))
-    weights, state = values(model), [one.cpu().clone() for one in state_of(optimizer)]
+    weights, state = values(model), [tensor.cpu().clone() for tensor in state_of(optimizer)]
     # What is still under way on the device when the save begins belongs to the state.
     busy(100)
     with held_back() as release:
@@ -74,7 +74,7 @@ def test_the_step_before_a_save_is_in_the_save(one_rank: None, tmp_path: Path) -
     save_checkpoint_async(tmp_path / "later", model, optimizer).wait()
     other, its = built({})
     load_checkpoint(tmp_path / "later", other, its)
-    assert all(bool((one == 3).all()) for one in values(other))
+    assert all(bool((tensor == 3).all()) for tensor in values(other))
 
 
 def test_stock_dcp_saves_and_loads_sharded_models(one_rank: None, tmp_path: Path) -> None:

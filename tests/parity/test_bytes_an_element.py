@@ -46,9 +46,9 @@ def held_in_torch(grads: str, moments: str) -> tuple[float, float]:
         model(rows).square().mean().backward()
         optimizer.step()
     params = list(model.parameters())
-    state = [value for one in optimizer.state.values() for value in one.values()]
+    state = [value for param_state in optimizer.state.values() for value in param_state.values()]
     tensors = [*params, *(param.grad for param in params), *(x for x in state if x.numel() > 1)]
-    storages = {x.data_ptr(): x.nbytes() for x in (local_of(one).untyped_storage() for one in tensors)}
+    storages = {x.data_ptr(): x.nbytes() for x in (local_of(tensor).untyped_storage() for tensor in tensors)}
     own = sum(local_of(param).numel() for param in params)
     return model.memory_report(optimizer).total / own, sum(storages.values()) / own
 
@@ -91,7 +91,7 @@ def test_jax(grads: str, moments: str, expected: float) -> None:
     own = LAYERS * WIDTH * WIDTH / 2
     for device, report in zip(mesh.devices.flat, jax_impl.memory_report(plan, state).devices, strict=True):
         arrays: list[Any] = jax.tree.leaves((state.weights, state.opt_state, gradients))
-        shards = itertools.chain.from_iterable(one.addressable_shards for one in arrays)
-        held = sum(one.data.nbytes for one in shards if one.device == device and one.data.size > 1)
+        shards = itertools.chain.from_iterable(array.addressable_shards for array in arrays)
+        held = sum(shard.data.nbytes for shard in shards if shard.device == device and shard.data.size > 1)
         assert held / own == expected
         assert report.total == held - own * jnp.dtype(grads).itemsize + 4  # and the number of steps

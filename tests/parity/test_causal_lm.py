@@ -60,8 +60,8 @@ def as_json(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def error(found: Any, expected: np.ndarray) -> float:
-    return float(np.abs(np.asarray(found, np.float32) - expected).max() / expected.std())
+def error(actual: Any, expected: np.ndarray) -> float:
+    return float(np.abs(np.asarray(actual, np.float32) - expected).max() / expected.std())
 
 
 def loss(model: CausalLM, rows: Any) -> jax.Array:
@@ -86,15 +86,15 @@ def assert_same_gradients(
     with torch.no_grad():
         for path, parameter in torch_model.named_parameters():
             gradients.get_parameter(path).copy_(parameter.grad)
-    found = named(nnx.jit(nnx.grad(loss))(model, rows))
+    jax_gradients = named(nnx.jit(nnx.grad(loss))(model, rows))
     expected = weights_of(gradients)
-    assert sorted(found) == sorted(expected)
+    assert sorted(jax_gradients) == sorted(expected)
     for path, value in expected.items():
         assert np.abs(value).max() > 0, path
         # The same vector added to all keys changes no weight: without rotations its gradient is rounding.
         floor = 1e-6 if path.endswith("key/bias") else 0
         np.testing.assert_allclose(
-            found[path], value, rtol=0, atol=5e-5 * np.abs(value).max() + floor, err_msg=path
+            jax_gradients[path], value, rtol=0, atol=5e-5 * np.abs(value).max() + floor, err_msg=path
         )
 
 
@@ -232,12 +232,12 @@ def test_sharded_gradients_equal_the_plain_ones():
     value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, rows)
     plan, weights = fully_shard(model, data_parallel_mesh(2), "fsdp", stacked=["layers"])
     assert set(plan.units) == {"layers", ""}
-    found_value, found = make_train_step(plan, loss, main_weight_adamw(1e-3)).gradients(weights, rows)
-    assert float(found_value) == pytest.approx(float(value), rel=1e-5)
-    found = unshard(plan, found)
+    sharded_value, sharded = make_train_step(plan, loss, main_weight_adamw(1e-3)).gradients(weights, rows)
+    assert float(sharded_value) == pytest.approx(float(value), rel=1e-5)
+    sharded = unshard(plan, sharded)
     for path, expected in named(gradients).items():
         atol = 5e-5 * float(np.abs(expected).max()) + 1e-7
-        np.testing.assert_allclose(found[path], expected, rtol=0, atol=atol, err_msg=path)
+        np.testing.assert_allclose(sharded[path], expected, rtol=0, atol=atol, err_msg=path)
 
 
 def test_more_tokens_than_learned_positions_are_refused():
@@ -269,9 +269,9 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit_or_two(the
         rope = {"rope_type": "llama3", "rope_theta": theta, **scaling}
     config = hf_config("llama", head_dim=head_dim, rope_parameters=rope)
     expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
-    found = rotary_frequencies(CausalLMConfig.from_hf(as_json(config)).rotary, head_dim)
-    assert found.dtype == np.float32
-    np.testing.assert_array_max_ulp(found, expected, maxulp=2)
+    frequencies = rotary_frequencies(CausalLMConfig.from_hf(as_json(config)).rotary, head_dim)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_array_max_ulp(frequencies, expected, maxulp=2)
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
@@ -297,8 +297,8 @@ def test_missing_keys_have_the_values_of_the_classes():
         "attention_bias",
     ):
         del config[key]
-    found = CausalLMConfig.from_hf(config)
-    assert (found.n_kv_heads, found.head_dim, found.rotary, found.tied) == (
+    parsed = CausalLMConfig.from_hf(config)
+    assert (parsed.n_kv_heads, parsed.head_dim, parsed.rotary, parsed.tied) == (
         6,
         8,
         Rotary(theta=10000.0),

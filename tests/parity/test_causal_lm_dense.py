@@ -85,7 +85,7 @@ def test_a_stack_of_layers_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if one.family in HELD_FAMILIES])
+@pytest.mark.parametrize("name", [name for name, model in PUBLISHED.items() if model.family in HELD_FAMILIES])
 def test_published_models_have_the_parameters_of_their_files(name: str) -> None:
     published = PUBLISHED[name]
     config = CausalLMConfig.from_hf(published.config)

@@ -51,17 +51,17 @@ def torch_step(model: Decoder, optimizer: MainWeightAdamW, index: int) -> float:
 def torch_run(seed: int) -> tuple[Decoder, MainWeightAdamW]:
     model = Decoder(DecoderConfig(**SIZES))
     model.init_weights(seed)
-    kinds = {f"{key}_dtype": torch.float8_e4m3fn for key in MOMENTS}
-    return model, MainWeightAdamW(model.parameters(), lr=0.01, weight_decay=0.1, **kinds)
+    dtypes = {f"{key}_dtype": torch.float8_e4m3fn for key in MOMENTS}
+    return model, MainWeightAdamW(model.parameters(), lr=0.01, weight_decay=0.1, **dtypes)
 
 
-def assert_equal(one: Path, other: Path) -> None:
-    with open_checkpoint(one) as found, open_checkpoint(other) as expected:
-        assert {n: (i.shape, i.dtype) for n, i in found.tensors.items()} == {
+def assert_equal(path: Path, other: Path) -> None:
+    with open_checkpoint(path) as checkpoint, open_checkpoint(other) as expected:
+        assert {n: (i.shape, i.dtype) for n, i in checkpoint.tensors.items()} == {
             n: (i.shape, i.dtype) for n, i in expected.tensors.items()
         }
         for name in expected.tensors:
-            assert found.read(name).tobytes() == expected.read(name).tobytes(), name
+            assert checkpoint.read(name).tobytes() == expected.read(name).tobytes(), name
 
 
 def decoded(path: Path) -> dict[str, np.ndarray]:

@@ -19,8 +19,8 @@ from torch_impl.runtime.gather.float8_products import computing_class
 DTYPES = {"float32": (torch.float32, 2.0**-20), "bfloat16": (torch.bfloat16, 2.0**-8)}
 
 
-def products_of(*found: Any) -> list[np.ndarray]:
-    return [np.asarray(one, np.float32) for one in found]
+def products_of(*arrays: Any) -> list[np.ndarray]:
+    return [np.asarray(array, np.float32) for array in arrays]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,23 +41,25 @@ def test_both_halves_multiply_the_same_numbers(dtype: str, sizes: tuple[int, int
     linear.__class__ = computing_class(nn.Linear, float8_products=True)
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(weight))
-    given = torch.from_numpy(x).to(of_torch).requires_grad_()
-    output = linear(given)
+    torch_x = torch.from_numpy(x).to(of_torch).requires_grad_()
+    output = linear(torch_x)
     output.backward(torch.from_numpy(grad).to(of_torch))
-    assert given.grad is not None
+    assert torch_x.grad is not None
     assert linear.weight.grad is not None
-    theirs = products_of(*(one.detach().float() for one in (output, given.grad, linear.weight.grad.t())))
+    theirs = products_of(
+        *(tensor.detach().float() for tensor in (output, torch_x.grad, linear.weight.grad.t()))
+    )
 
     @jax.jit
     def compute(x: jax.Array, kernel: jax.Array, grad: jax.Array) -> Any:
         output, back = jax.vjp(lambda x, w: float8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, kernel)
         return output, *back(grad)
 
-    mine = products_of(*compute(*(jnp.asarray(one, dtype) for one in (x, weight.T, grad))))
+    mine = products_of(*compute(*(jnp.asarray(array, dtype) for array in (x, weight.T, grad))))
     plain = products_of(x @ weight.T, grad @ weight, x.T @ grad)
-    for one, other, unrounded in zip(mine, theirs, plain, strict=True):
-        np.testing.assert_allclose(one, other, rtol=unit, atol=unit * float(np.abs(other).max()))
-        assert one.shape == unrounded.shape
+    for product, other, unrounded in zip(mine, theirs, plain, strict=True):
+        np.testing.assert_allclose(product, other, rtol=unit, atol=unit * float(np.abs(other).max()))
+        assert product.shape == unrounded.shape
     # 40 is no multiple of 16: neither half rounds its factors.
     rounds = not np.allclose(mine[0], plain[0], rtol=0, atol=2.0**-7 * float(np.abs(plain[0]).max()))
     assert rounds == (outputs % 16 == 0)

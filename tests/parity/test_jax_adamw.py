@@ -42,7 +42,7 @@ def torch_run(
     weights: Arrays,
     gradients: list[Arrays],
     rates: Sequence[float] | None = None,
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     first: int = 0,
     **options: Any,
 ) -> Result:
@@ -50,7 +50,7 @@ def torch_run(
     that are counted already."""
     parameters = [torch.nn.Parameter(torch.tensor(weight)) for weight in weights]
     fused: dict[str, Any] = {"fused": True, **options}
-    optimizer = kind(parameters, **fused)
+    optimizer = optimizer_class(parameters, **fused)
     if first:
         optimizer.load_state_dict(_counted(optimizer, parameters, first))
     for step, slopes in enumerate(gradients):
@@ -108,8 +108,8 @@ def jax_run(
     return first, second, third
 
 
-def assert_same_bits(found: Result, expected: Result) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_same_bits(actual: Result, expected: Result) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
         for x, y in zip(ours, theirs, strict=True):
             assert x.dtype == y.dtype
             bits = f"u{x.dtype.itemsize}"
@@ -134,8 +134,8 @@ def test_weights_and_moments_equal_torchs_fused_adamw_bit_for_bit(
     weights, gradients = problem((20_480,), dtype)
     expected = torch_run(weights, gradients, lr=1e-3, weight_decay=decay)
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(weights, gradients, main_weight_adamw(1e-3, weight_decay=decay), devices)
-    assert_same_bits(found, expected)
+        trained = jax_run(weights, gradients, main_weight_adamw(1e-3, weight_decay=decay), devices)
+    assert_same_bits(trained, expected)
 
 
 def test_without_decay_torchs_fused_adam_gives_these_bits_too() -> None:
@@ -145,8 +145,8 @@ def test_without_decay_torchs_fused_adam_gives_these_bits_too() -> None:
     for (slope,) in gradients:
         parameter.grad = torch.tensor(slope)
         optimizer.step()
-    found = jax_run(weights, gradients, main_weight_adamw(1e-2, weight_decay=0.0))
-    np.testing.assert_array_equal(found[0][0], parameter.detach().numpy())
+    trained = jax_run(weights, gradients, main_weight_adamw(1e-2, weight_decay=0.0))
+    np.testing.assert_array_equal(trained[0][0], parameter.detach().numpy())
 
 
 # A learning rate that float32 has, as a number and as one that only the program knows.
@@ -163,7 +163,7 @@ def test_l2_decay_gives_the_bits_of_torchs_fused_adam(
     dtype: type, devices: int, decay: float, rate: Any
 ) -> None:
     weights, gradients = problem((4096,), dtype)
-    expected = torch_run(weights, gradients, kind=torch.optim.Adam, lr=RATE, weight_decay=decay)
+    expected = torch_run(weights, gradients, optimizer_class=torch.optim.Adam, lr=RATE, weight_decay=decay)
     with jax.enable_x64(dtype == np.float64):
         optimizer = main_weight_adamw(rate, weight_decay=decay, adam_w_mode=False)
         assert_same_bits(jax_run(weights, gradients, optimizer, devices), expected)
@@ -177,9 +177,11 @@ def test_without_bias_correction_updates_are_those_after_countless_steps(
     dtype: type, adam_w_mode: bool, rate: Any
 ) -> None:
     weights, gradients = problem((4096,), dtype)
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    optimizer_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     # So late PyTorch's kernel has both corrections equal to 1, as its powers vanish.
-    expected = torch_run(weights, gradients, kind=kind, first=1 << 20, lr=RATE, weight_decay=0.1)
+    expected = torch_run(
+        weights, gradients, optimizer_class=optimizer_class, first=1 << 20, lr=RATE, weight_decay=0.1
+    )
     with jax.enable_x64(dtype == np.float64):
         optimizer = main_weight_adamw(rate, weight_decay=0.1, adam_w_mode=adam_w_mode, bias_correction=False)
         assert_same_bits(jax_run(weights, gradients, optimizer), expected)
@@ -206,8 +208,8 @@ def test_any_hyperparameters_give_torchs_bits(
     weights, gradients = problem((1024,), dtype, 20)
     expected = torch_run(weights, gradients, lr=0.3, betas=(b1, b2), eps=eps, weight_decay=decay)
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(weights, gradients, main_weight_adamw(0.3, b1, b2, eps, decay))
-    assert_same_bits(found, expected)
+        trained = jax_run(weights, gradients, main_weight_adamw(0.3, b1, b2, eps, decay))
+    assert_same_bits(trained, expected)
 
 
 SCHEDULES: dict[str, optax.Schedule] = {
@@ -234,9 +236,9 @@ def test_a_schedule_gives_the_bits_that_torch_gives_with_its_learning_rates(dtyp
         # Compiled like the step: op by op, schedules themselves round otherwise.
         evaluate = schedule if isinstance(schedule(0), float) else jax.jit(schedule)
         rates = [float(evaluate(jnp.int32(step))) for step in range(STEPS)]
-        found = jax_run(weights, gradients, main_weight_adamw(schedule, weight_decay=0.1), 8)
+        trained = jax_run(weights, gradients, main_weight_adamw(schedule, weight_decay=0.1), 8)
     assert len(set(rates)) >= {"constant": 1, "pieces": 3}.get(name, 50)
-    assert_same_bits(found, torch_run(weights, gradients, rates, lr=1e-3, weight_decay=0.1))
+    assert_same_bits(trained, torch_run(weights, gradients, rates, lr=1e-3, weight_decay=0.1))
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -251,12 +253,12 @@ def test_the_decay_is_rounded_once_as_torchs_compiler_does(scheduled: bool) -> N
     with jax.enable_x64(True):
         if scheduled:
             table = jnp.asarray(rates)
-            found = jax_run(weights, gradients, main_weight_adamw(lambda t: table[t], weight_decay=decay))
-            assert_same_bits(found, expected)
+            trained = jax_run(weights, gradients, main_weight_adamw(lambda t: table[t], weight_decay=decay))
+            assert_same_bits(trained, expected)
             return
         for rate in rates:
-            found = jax_run(weights, gradients[:1], main_weight_adamw(rate, weight_decay=decay))
-            assert_same_bits(found, torch_run(weights, gradients[:1], lr=rate, weight_decay=decay))
+            trained = jax_run(weights, gradients[:1], main_weight_adamw(rate, weight_decay=decay))
+            assert_same_bits(trained, torch_run(weights, gradients[:1], lr=rate, weight_decay=decay))
 
 
 @pytest.mark.parametrize(("gradient", "main"), [("bfloat16", "float32"), ("float16", "float32")])
@@ -264,26 +266,26 @@ def test_gradients_of_another_dtype_count_as_the_numbers_they_are(gradient: str,
     weights, gradients = problem((1024,), np.float32)
     rounded = [[slope.astype(jnp.dtype(gradient)) for slope in slopes] for slopes in gradients]
     exact = [[slope.astype(main) for slope in slopes] for slopes in rounded]
-    found = jax_run(weights, rounded, main_weight_adamw(1e-3))
-    assert_same_bits(found, torch_run(weights, exact, lr=1e-3, weight_decay=0.01))
+    trained = jax_run(weights, rounded, main_weight_adamw(1e-3))
+    assert_same_bits(trained, torch_run(weights, exact, lr=1e-3, weight_decay=0.01))
 
 
 def test_infinite_and_missing_numbers_spread_as_in_torch() -> None:
     weights, gradients = problem((64,), np.float32, 3)
     spoilt = [[slope.copy() for slope in slopes] for slopes in gradients]
     spoilt[1][0][:3] = [np.inf, -np.inf, np.nan]
-    found = jax_run(weights, spoilt, main_weight_adamw(1e-3))
-    for ours, theirs in zip(found, torch_run(weights, spoilt, lr=1e-3, weight_decay=0.01), strict=True):
+    trained = jax_run(weights, spoilt, main_weight_adamw(1e-3))
+    for ours, theirs in zip(trained, torch_run(weights, spoilt, lr=1e-3, weight_decay=0.01), strict=True):
         np.testing.assert_array_equal(ours[0], theirs[0])
 
 
 def test_numbers_too_small_to_be_normal_are_zero_and_weights_do_not_notice() -> None:
     weights, gradients = problem((1024,), np.float32, 20)
     tiny = [[slope * np.float32(1e-17) for slope in slopes] for slopes in gradients]
-    found = jax_run(weights, tiny, main_weight_adamw(1e-3))
+    trained = jax_run(weights, tiny, main_weight_adamw(1e-3))
     expected = torch_run(weights, tiny, lr=1e-3, weight_decay=0.01)
-    np.testing.assert_array_equal(found[0][0], expected[0][0])
-    np.testing.assert_array_equal(found[1][0], expected[1][0])
-    differing = found[2][0] != expected[2][0]
+    np.testing.assert_array_equal(trained[0][0], expected[0][0])
+    np.testing.assert_array_equal(trained[1][0], expected[1][0])
+    differing = trained[2][0] != expected[2][0]
     assert differing.any()
-    assert np.abs(found[2][0] - expected[2][0]).max() < 20 * np.finfo(np.float32).tiny
+    assert np.abs(trained[2][0] - expected[2][0]).max() < 20 * np.finfo(np.float32).tiny

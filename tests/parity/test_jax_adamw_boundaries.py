@@ -63,10 +63,10 @@ def test_on_any_number_of_devices_all_but_torchs_tail_has_torchs_bits(
     dtype: type, size: int, devices: int
 ) -> None:
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(*problem((size,), dtype), adamw(), devices)
+        trained = jax_run(*problem((size,), dtype), adamw(), devices)
     expected = stock((size,), dtype)
-    assert_same_bits(heads(found, (size,), dtype), heads(expected, (size,), dtype))
-    np.testing.assert_array_equal(found[1][0], expected[1][0])
+    assert_same_bits(heads(trained, (size,), dtype), heads(expected, (size,), dtype))
+    np.testing.assert_array_equal(trained[1][0], expected[1][0])
 
 
 @pytest.mark.fast_cases("float64-3")
@@ -76,8 +76,8 @@ def test_where_arrays_are_torchs_tensors_the_tails_have_torchs_bits_too(dtype: t
     # Padding would move the tails, so one device only, but for sizes that need none.
     sizes = tuple(size for size in (*MANY_SIZES, 24, 264, 20_472) if size % devices == 0)
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(*problem(sizes, dtype), adamw(torch_vector_bytes=VECTOR_BYTES), devices)
-    assert_same_bits(found, stock(sizes, dtype))
+        trained = jax_run(*problem(sizes, dtype), adamw(torch_vector_bytes=VECTOR_BYTES), devices)
+    assert_same_bits(trained, stock(sizes, dtype))
 
 
 def test_the_tail_of_an_array_of_more_axes_is_its_last_elements_row_by_row() -> None:
@@ -88,8 +88,8 @@ def test_the_tail_of_an_array_of_more_axes_is_its_last_elements_row_by_row() -> 
     step = jax.jit(optimizer.apply)
     for (slope,) in gradients:
         held, state = step(jnp.asarray(slope).reshape(7, 3, 5), state, held)
-    found = tuple([np.asarray(x).reshape(-1)] for x in (held, state.mu, state.nu))
-    assert_same_bits(found, torch_run(weights, gradients, **OPTIONS))
+    trained = tuple([np.asarray(x).reshape(-1)] for x in (held, state.mu, state.nu))
+    assert_same_bits(trained, torch_run(weights, gradients, **OPTIONS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,8 +99,8 @@ def test_a_flat_array_has_the_bits_of_many_tensors_cut_anywhere_but_in_their_tai
     flat = [np.concatenate(weights)], [[np.concatenate(slopes)] for slopes in gradients]
     ends = np.cumsum(MANY_SIZES)[:-1]
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(*flat, adamw(), 8)
-    first, second, third = (np.split(part[0], ends) for part in found)
+        trained = jax_run(*flat, adamw(), 8)
+    first, second, third = (np.split(part[0], ends) for part in trained)
     expected = stock(MANY_SIZES, dtype)
     assert_same_bits(heads((first, second, third), MANY_SIZES, dtype), heads(expected, MANY_SIZES, dtype))
 
@@ -112,9 +112,9 @@ def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
     slopes = [
         (rng.normal(size=size) * 10.0 ** rng.uniform(-6, 0, size)).astype(np.float32) for _ in range(steps)
     ]
-    found = jax_run([start], [[slope] for slope in slopes], adamw())
+    trained = jax_run([start], [[slope] for slope in slopes], adamw())
     expected = torch_run([start], [[slope] for slope in slopes], **OPTIONS)
-    for (ours,), (theirs,) in zip(found, expected, strict=True):
+    for (ours,), (theirs,) in zip(trained, expected, strict=True):
         assert all(np.flatnonzero(ours != theirs) >= whole_vectors(size, np.float32))
         assert compare(ours, theirs, Tolerance()).max_ulp <= 5
 
@@ -186,8 +186,8 @@ def test_gradients_that_the_same_program_multiplies_are_rounded_first(dtype: typ
 
     before = [[slope * dtype(0.7) for slope in slopes] for slopes in gradients]
     with jax.enable_x64(dtype == np.float64):
-        found = jax_run(weights, gradients, adamw(), 1, scaled)
-        assert_same_bits(found, jax_run(weights, before, adamw()))
+        trained = jax_run(weights, gradients, adamw(), 1, scaled)
+        assert_same_bits(trained, jax_run(weights, before, adamw()))
 
 
 @pytest.mark.fast_cases("2")
@@ -199,5 +199,5 @@ def test_large_arrays_have_torchs_bits_on_any_number_of_threads(threads: int) ->
     torch.set_num_threads(threads)
     expected = torch_run(weights, gradients, **OPTIONS)
     for devices in (1, 8):
-        found = jax_run(weights, gradients, adamw(), devices)
-        assert_same_bits(heads(found, (size,), np.float32), heads(expected, (size,), np.float32))
+        trained = jax_run(weights, gradients, adamw(), devices)
+        assert_same_bits(heads(trained, (size,), np.float32), heads(expected, (size,), np.float32))

@@ -96,20 +96,20 @@ def test_a_run_continues_bitwise_on_as_many_devices_under_its_own_strategy(
 
 # Every engine, strategy and mesh, for models with stacks, frozen parameters and variables.
 KINDS = {
-    kind: [
-        runs.Case(4, "no_shard", "shard_map", kind),
-        runs.Case(3, "optim", "pjit", kind),
-        runs.Case(2, "optim_grads", "shard_map", kind),
-        runs.Case(4, "optim_grads_params", "pjit", kind),
-        runs.Case((2, 2), "hfsdp", "shard_map", kind),
-        runs.Case((2, 2), "hsdp", "pjit", kind),
+    model: [
+        runs.Case(4, "no_shard", "shard_map", model),
+        runs.Case(3, "optim", "pjit", model),
+        runs.Case(2, "optim_grads", "shard_map", model),
+        runs.Case(4, "optim_grads_params", "pjit", model),
+        runs.Case((2, 2), "hfsdp", "shard_map", model),
+        runs.Case((2, 2), "hsdp", "pjit", model),
     ]
-    for kind in ("decoder", "stacked", "mixed")
+    for model in ("decoder", "stacked", "mixed")
 }
 # Each loads what the one before saved, so that no two neighbours are alike; the first loads the last one's.
 CHAINS = [
-    pytest.param(kind, i, marks=() if kind == "mixed" and i % 3 == 1 else pytest.mark.slow)
-    for kind, cases in KINDS.items()
+    pytest.param(model, i, marks=() if model == "mixed" and i % 3 == 1 else pytest.mark.slow)
+    for model, cases in KINDS.items()
     for i in range(len(cases))
 ]
 
@@ -136,18 +136,18 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], d
 
 @pytest.mark.slow
 @pytest.mark.fast_cases("mixed-1")
-@pytest.mark.parametrize(("kind", "position"), CHAINS)
+@pytest.mark.parametrize(("model", "position"), CHAINS)
 def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(
-    chained: Callable[[runs.Case], dict[str, Any]], kind: str, position: int
+    chained: Callable[[runs.Case], dict[str, Any]], model: str, position: int
 ) -> None:
-    saver, loader = KINDS[kind][position - 1], KINDS[kind][position]
+    saver, loader = KINDS[model][position - 1], KINDS[model][position]
     original, plan = chained(saver), runs.plan_of(*loader)
     loaded = load_checkpoint(original["path"], plan, runs.OPTIMIZER)
     runs.assert_same_bits(runs.logical(plan, loaded.state), original["saved"])
     assert loaded.state.variables.keys() == plan.variables.keys()
     np.testing.assert_array_equal(runs.forward(plan, loaded.state), original["outputs"])
     _, losses = runs.train(loaded.state, *loader, first=1, count=1)
-    if kind == "mixed":
+    if model == "mixed":
         # Each device has statistics of its own rows and random numbers of its own, or all have them in common.
         assert np.isfinite(losses).all()
     else:

@@ -56,30 +56,30 @@ def parameters() -> dict[str, np.ndarray]:
 def gradients(step: int) -> Arrays:
     """Of scales from 1e-6 to 1, with elements and a whole row of zero."""
     rng = np.random.default_rng(1 + step)
-    found = {}
+    arrays = {}
     for path, shape in SHAPES.items():
         value = rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, size=shape)
         value[rng.uniform(size=shape) < 0.1] = 0
         value[-1] = 0 if path in ("embed", "experts") else value[-1]
-        found[path] = value.astype(np.float32)
-    return found
+        arrays[path] = value.astype(np.float32)
+    return arrays
 
 
 def of_layers(arrays: Arrays) -> dict[str, np.ndarray]:
     """As a model without stacks has them."""
-    found = {}
+    unstacked = {}
     for path, value in arrays.items():
         if path.startswith("layers/"):
-            found |= {path.replace("/", f"/{layer}/"): value[layer] for layer in range(LAYERS)}
+            unstacked |= {path.replace("/", f"/{layer}/"): value[layer] for layer in range(LAYERS)}
         else:
-            found[path] = value
-    return found
+            unstacked[path] = value
+    return unstacked
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     size = tensor.element_size()
-    return tensor.detach().view(kinds[size]).numpy().view(BYTES[size])
+    return tensor.detach().view(dtypes[size]).numpy().view(BYTES[size])
 
 
 def torch_trained(
@@ -95,8 +95,8 @@ def torch_trained(
 
 
 def torch_optimizer(weights: Mapping[str, torch.nn.Parameter], mu: str, nu: str) -> MainWeightAdamW:
-    kinds = {"exp_avg_dtype": getattr(torch, mu), "exp_avg_sq_dtype": getattr(torch, nu)}
-    return MainWeightAdamW(list(weights.values()), lr=1e-2, **kinds)
+    dtypes = {"exp_avg_dtype": getattr(torch, mu), "exp_avg_sq_dtype": getattr(torch, nu)}
+    return MainWeightAdamW(list(weights.values()), lr=1e-2, **dtypes)
 
 
 def torch_run(*arguments: Any, **options: Any) -> dict[str, np.ndarray]:
@@ -107,26 +107,26 @@ def torch_run(*arguments: Any, **options: Any) -> dict[str, np.ndarray]:
 def torch_bits(
     weights: Mapping[str, torch.nn.Parameter], optimizer: MainWeightAdamW
 ) -> dict[str, np.ndarray]:
-    found = {}
+    arrays = {}
     names = {"exp_avg": "mu", "exp_avg_scale": "mu_scale", "exp_avg_sq": "nu", "exp_avg_sq_scale": "nu_scale"}
     for path, weight in weights.items():
-        found[f"params/{path}"] = bits(weight)
+        arrays[f"params/{path}"] = bits(weight)
         for key, value in optimizer.state[weight].items():
             if key != "step":
-                found[f"opt_state/{names[key]}/{path}"] = bits(value)
-    return found
+                arrays[f"opt_state/{names[key]}/{path}"] = bits(value)
+    return arrays
 
 
 def stored(plan: ShardingPlan, state: Any) -> dict[str, np.ndarray]:
     """The bits of what a checkpoint has of the state, cut from its shards."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     seen: dict[str, np.ndarray] = {}
     for name, by_key in Contents.of(plan, state).arrays.items():
         for key, array in by_key.items():
             for piece in plan.local_pieces(key, array):
                 size = piece.values.dtype.itemsize
                 shape = plan.tensor_shape(key, piece.path)
-                whole = found.setdefault(f"{name}/{piece.path}", np.zeros(shape, BYTES[size]))
+                whole = arrays.setdefault(f"{name}/{piece.path}", np.zeros(shape, BYTES[size]))
                 times = seen.setdefault(f"{name}/{piece.path}", np.zeros(shape, int))
                 where = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
                 whole[where] = np.ascontiguousarray(piece.values).view(BYTES[size])
@@ -135,7 +135,7 @@ def stored(plan: ShardingPlan, state: Any) -> dict[str, np.ndarray]:
     assert all(np.all(times == 1) for times in seen.values())
     return {
         f"{name}/{path}": value
-        for full, array in found.items()
+        for full, array in arrays.items()
         for name, tail in [_split(full)]
         for path, value in of_layers({tail: array}).items()
     }
@@ -179,20 +179,20 @@ def jax_trained(
     step = jax.jit(optimizer.on_plan(plan).apply, out_shardings=shardings, donate_argnums=(1, 2))
     held, opt_state = state.weights, state.opt_state
     for number in range(steps):
-        given = slopes(number)
+        step_slopes = slopes(number)
 
-        def read(path: str, offsets: Any, sizes: Any, given: Arrays = given) -> np.ndarray:
-            return given[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        def read(path: str, offsets: Any, sizes: Any, step_slopes: Arrays = step_slopes) -> np.ndarray:
+            return step_slopes[path][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
         held, opt_state = step({key: plan.build_buffer(key, read) for key in plan.arrays}, opt_state, held)
         jax.block_until_ready(held)
     return plan, TrainState(held, opt_state)
 
 
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(arrays: Arrays, expected: Arrays) -> None:
+    assert arrays.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(arrays[name], value, err_msg=name)
 
 
 @pytest.fixture(autouse=True)
@@ -209,9 +209,9 @@ expected = functools.cache(torch_run)
 @pytest.mark.fast_cases("float8_e4m3fn-shard_map-1", "float8_e5m2-shard_map-1")
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_weights_moments_and_scales_equal_torchs_bit_for_bit(kind: str, engine: str, devices: int) -> None:
-    assert_same(jax_run(kind, kind, engine=engine, devices=devices), expected(kind, kind))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_weights_moments_and_scales_equal_torchs_bit_for_bit(dtype: str, engine: str, devices: int) -> None:
+    assert_same(jax_run(dtype, dtype, engine=engine, devices=devices), expected(dtype, dtype))
 
 
 # Rows, columns, matrices of a stack and vectors, each cut over a model axis somewhere.
@@ -242,8 +242,8 @@ MESHES = {
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_however_rows_are_cut_the_bits_are_the_same(mesh: str, engine: str) -> None:
-    kinds = "float8_e5m2", "float8_e4m3fn"
-    assert_same(jax_run(*kinds, steps=5, engine=engine, **MESHES[mesh]), expected(*kinds, steps=5))
+    dtypes = "float8_e5m2", "float8_e4m3fn"
+    assert_same(jax_run(*dtypes, steps=5, engine=engine, **MESHES[mesh]), expected(*dtypes, steps=5))
 
 
 @pytest.mark.parametrize("kinds", [("float8_e4m3fn", "bfloat16"), ("float32", "float16")])
@@ -290,21 +290,21 @@ def broken(step: int) -> Arrays:
 
 @pytest.mark.fast_cases("float8_e4m3fn-shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
-@pytest.mark.parametrize("kind", ["float16", "float8_e4m3fn", "float8_e5m2"])
-def test_infinities_and_nan_are_where_torch_has_them_and_other_rows_go_on(kind: str, engine: str) -> None:
-    found = jax_run(kind, kind, steps=4, slopes=broken, engine=engine, devices=4)
-    theirs = torch_run(kind, kind, steps=4, slopes=broken)
-    assert found.keys() == theirs.keys()
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_infinities_and_nan_are_where_torch_has_them_and_other_rows_go_on(dtype: str, engine: str) -> None:
+    ours = jax_run(dtype, dtype, steps=4, slopes=broken, engine=engine, devices=4)
+    theirs = torch_run(dtype, dtype, steps=4, slopes=broken)
+    assert ours.keys() == theirs.keys()
     several = 0
     for name, value in theirs.items():
         low = value.dtype != np.uint32
         numbers = [
-            np.asarray(x).view(kind if low else np.float32).astype(np.float32) for x in (found[name], value)
+            np.asarray(x).view(dtype if low else np.float32).astype(np.float32) for x in (ours[name], value)
         ]
         missing = np.isnan(numbers[1])
         several += np.count_nonzero(missing)
         np.testing.assert_array_equal(np.isnan(numbers[0]), missing, err_msg=name)
-        np.testing.assert_array_equal(found[name][~missing], value[~missing], err_msg=name)
+        np.testing.assert_array_equal(ours[name][~missing], value[~missing], err_msg=name)
         rows = {2, 4, 6} if name.endswith("embed") else {2} if name.endswith("1/up") else set()
         if missing.ndim == 2 and name != "params/wide":
             assert {int(row) for row in np.nonzero(missing)[0]} <= rows, name

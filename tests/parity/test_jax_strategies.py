@@ -59,8 +59,8 @@ def run(strategy, devices, microbatches, dtype):
     return losses, first, unshard(plan, state.weights)
 
 
-def assert_equal_within(found, expected, tolerance):
-    losses, gradients, weights = found
+def assert_equal_within(actual, expected, tolerance):
+    losses, gradients, weights = actual
     np.testing.assert_allclose(losses, expected[0], rtol=tolerance)
     for values, references in ((gradients, expected[1]), (weights, expected[2])):
         assert list(values) == list(references)

@@ -109,10 +109,10 @@ def test_sgd_has_the_same_bits(dtype: str, options: dict[str, Any]) -> None:
 
 def test_muon_decays_weights_to_the_same_bits() -> None:
     """Without a direction, whose products have other sums in the two halves."""
-    given = values(0, 4, [(7, 5), (64, 48)])
-    params = [torch.nn.Parameter(torch.tensor(x).bfloat16()) for x in given]
+    arrays = values(0, 4, [(7, 5), (64, 48)])
+    params = [torch.nn.Parameter(torch.tensor(x).bfloat16()) for x in arrays]
     theirs = MainWeightMuon(params, lr=0.02)
-    weights = {str(n): jnp.asarray(x).astype("bfloat16") for n, x in enumerate(given)}
+    weights = {str(n): jnp.asarray(x).astype("bfloat16") for n, x in enumerate(arrays)}
     optimizer = main_weight_muon(0.02)
     state, step = optimizer.init(weights), jax.jit(optimizer.apply)
     for _ in range(5):
@@ -136,11 +136,11 @@ def test_muon_has_the_same_momentum_and_near_weights() -> None:
     for number, param in enumerate(params):
         assert weights[str(number)].dtype == jnp.bfloat16
         assert bits(state.trace[str(number)]) == bits(theirs.state[param]["momentum_buffer"])
-        found = np.asarray(weights[str(number)], np.float32)
+        ours = np.asarray(weights[str(number)], np.float32)
         expected = param.detach().float().numpy()
         # Of the orthogonal directions, as in test_momentum.py; and of weights, which then round to other numbers.
         error = 4 * 2**-8 * 2 * lr * STEPS**0.5 + STEPS**0.5 * 2**-8 * np.abs(expected).max()
-        assert np.abs(found - expected).max() < error
+        assert np.abs(ours - expected).max() < error
 
 
 @pytest.mark.slow
@@ -166,9 +166,9 @@ def test_a_checkpoint_of_bfloat16_weights_hops_there_and_back_exactly(tmp_path: 
     jax_impl.save_checkpoint(tmp_path / "again", plan, state, sizes)
     convert(tmp_path / "again", tmp_path / "back")
     with open_checkpoint(tmp_path / "torch") as sent, open_checkpoint(tmp_path / "back") as back:
-        names = {one for one in sent.tensors if one.startswith(("model.", "optimizer.state."))}
+        names = {name for name in sent.tensors if name.startswith(("model.", "optimizer.state."))}
         assert names <= back.tensors.keys()
-        for one in names:
-            assert bits(back.read(one)) == bits(sent.read(one)), one
+        for name in names:
+            assert bits(back.read(name)) == bits(sent.read(name)), name
     torch_impl.load_checkpoint(tmp_path / "back", model, optimizer)
     step(1)

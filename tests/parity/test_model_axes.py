@@ -38,7 +38,7 @@ def reference(folder: Path, steps: range) -> list[float]:
     model = torch_decoder.Decoder(torch_decoder.DecoderConfig(**vars(MODEL)))
     model.init_weights(DATA.seed)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
-    found = []
+    losses = []
     for step in range(steps.stop):
         if step == steps.start:
             train = {"step": step, "model": MODEL.as_train_state()}
@@ -48,8 +48,8 @@ def reference(folder: Path, steps: range) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found[steps.start :]
+        losses.append(loss.item())
+    return losses[steps.start :]
 
 
 def losses_in_jax(tp: int, source: Path, destination: Path, steps: range) -> list[float]:
@@ -68,13 +68,13 @@ def losses_in_jax(tp: int, source: Path, destination: Path, steps: range) -> lis
     loaded = jax_impl.load_checkpoint(source, plan, optimizer)
     state = loaded.state
     step_fn = jax_impl.make_train_step(plan, loss, optimizer)
-    found = []
+    losses = []
     for step in steps:
         state, measured = step_fn(state, jnp.asarray(batch(DATA, step)))
-        found.append(float(measured["loss"]))
+        losses.append(float(measured["loss"]))
     train = {**loaded.train, "step": steps.stop}
     jax_impl.save_checkpoint(destination, plan, state, train, objects=loaded.objects)
-    return found
+    return losses
 
 
 # How many devices of the axis each of the three legs has, PyTorch, JAX, PyTorch.
@@ -86,14 +86,14 @@ def test_one_policy_from_framework_to_framework_has_the_losses_of_one_process(
     legs = [range(2, 5), range(5, 8), range(8, 11)]
     want = reference(tmp_path, range(2, 11))
     common = (MODEL, DATA, ADAMW)
-    (found, *others) = ranks.run(
+    (losses, *others) = ranks.run(
         4, cut_losses, policy(axis[0]), tmp_path / "start", tmp_path / "one", *common, legs[0]
     )
-    assert all(other == found for other in others)
+    assert all(other == losses for other in others)
     convert(tmp_path / "one", tmp_path / "jax", mapping="decoder")
-    found += losses_in_jax(axis[1], tmp_path / "jax", tmp_path / "two", legs[1])
+    losses += losses_in_jax(axis[1], tmp_path / "jax", tmp_path / "two", legs[1])
     convert(tmp_path / "two", tmp_path / "torch", mapping="decoder")
-    found += ranks.run(
+    losses += ranks.run(
         4, cut_losses, policy(axis[2]), tmp_path / "torch", tmp_path / "three", *common, legs[2]
     )[0]
-    np.testing.assert_allclose(found, want, rtol=1e-5)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)

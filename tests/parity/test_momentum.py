@@ -51,19 +51,19 @@ def test_sgd_is_torch_s_bit_for_bit(stored: str | None, options: dict[str, Any],
         pytest.skip("one dtype of weights, and momentum, tell all")
     dtype = np.float64 if double else np.float32
     with jax.enable_x64(double):
-        given = values(0, dtype)
-        params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in given]
+        arrays = values(0, dtype)
+        params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in arrays]
         low = {} if stored is None else {"momentum_dtype": getattr(torch, stored)}
         mine = MainWeightSGD(params, lr=0.03, **options, **low)
-        stock = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in given]
+        stock = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in arrays]
         theirs = torch.optim.SGD(stock, lr=0.03, **options)
         optimizer = main_weight_sgd(0.03, **options, momentum_dtype=stored)
-        weights = [jnp.asarray(x) for x in given]
+        weights = [jnp.asarray(x) for x in arrays]
         state, step = optimizer.init(weights), jax.jit(optimizer.apply)
         for number in range(1, 51):
             slopes = values(number, dtype)
-            for one, other, slope in zip(params, stock, slopes, strict=True):
-                one.grad, other.grad = torch.from_numpy(slope), torch.from_numpy(slope.copy())
+            for parameter, other, slope in zip(params, stock, slopes, strict=True):
+                parameter.grad, other.grad = torch.from_numpy(slope), torch.from_numpy(slope.copy())
             mine.step()
             theirs.step()
             weights, state = step([jnp.asarray(x) for x in slopes], state, weights)
@@ -93,11 +93,11 @@ MATRICES = [(7, 5), (64, 48), (32, 96), (3, 16, 8)]
 )
 def test_muon_is_torch_s_within_the_rounding_of_its_products(options: dict[str, Any]) -> None:
     lr, steps = 0.02, 10
-    given = values(0, np.float32, MATRICES)
-    params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in given]
+    arrays = values(0, np.float32, MATRICES)
+    params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in arrays]
     mine = MainWeightMuon(params, lr=lr, **options)
     optimizer = main_weight_muon(lr, **options, outputs=-2, use_muon=lambda path, leaf: True)
-    weights = {str(number): jnp.asarray(x) for number, x in enumerate(given)}
+    weights = {str(number): jnp.asarray(x) for number, x in enumerate(arrays)}
     state, step = optimizer.init(weights), jax.jit(optimizer.apply)
     for number in range(1, steps + 1):
         slopes = values(number, np.float32, MATRICES)
@@ -118,10 +118,10 @@ def test_muon_has_optax_s_direction_and_rate() -> None:
     """Without nesterov, whose average optax corrects for its zero start."""
     weight, slope = (jnp.asarray(x) for x in values(3, np.float32, [(24, 40), (24, 40)]))
     optimizer = main_weight_muon(0.02, weight_decay=0.0, nesterov=False)
-    found, _ = optimizer.apply({"a": slope}, optimizer.init({"a": weight}), {"a": weight})
+    updated, _ = optimizer.apply({"a": slope}, optimizer.init({"a": weight}), {"a": weight})
     stock = optax.contrib.muon(0.02, nesterov=False)
     updates, _ = stock.update({"a": slope}, stock.init({"a": weight}), {"a": weight})
-    np.testing.assert_allclose(found["a"] - weight, updates["a"], atol=0.02 * 2**-5)
+    np.testing.assert_allclose(updated["a"] - weight, updates["a"], atol=0.02 * 2**-5)
 
 
 TRAINED = {
@@ -164,11 +164,15 @@ def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dty
     jax_impl.save_checkpoint(tmp_path / "again", plan, state, {"model": sizes})
     convert(tmp_path / "again", tmp_path / "back")
     with open_checkpoint(tmp_path / "torch") as sent, open_checkpoint(tmp_path / "back") as back:
-        names = {one for one in sent.tensors if one.startswith(("model.", "optimizer.state."))}
-        assert any(one.endswith(".momentum_buffer") for one in names)
+        names = {
+            tensor_name
+            for tensor_name in sent.tensors
+            if tensor_name.startswith(("model.", "optimizer.state."))
+        }
+        assert any(tensor_name.endswith(".momentum_buffer") for tensor_name in names)
         assert names <= back.tensors.keys()
-        for one in names:
-            assert bits(back.read(one)) == bits(sent.read(one)), one
+        for tensor_name in names:
+            assert bits(back.read(tensor_name)) == bits(sent.read(tensor_name)), tensor_name
 
 
 def convert(source: Path, target: Path) -> None:

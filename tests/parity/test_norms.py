@@ -34,7 +34,7 @@ CONFIG = RelayConfig.load("quick")
 
 
 def norms(**weights: float) -> Norms:
-    return {kind: dict(weights) for kind in KINDS}
+    return {quantity: dict(weights) for quantity in KINDS}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -43,11 +43,11 @@ def test_the_jax_decoder_s_norms_have_the_torch_decoder_s_names(tied: bool) -> N
     model = nnx.eval_shape(lambda: jax_decoder.Decoder(jax_decoder.DecoderConfig(**sizes), rngs=nnx.Rngs(0)))
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     named = torch_decoder.Decoder(torch_decoder.DecoderConfig(**sizes)).named_parameters()
-    found = in_torch_names(dict.fromkeys(paths, 1.0), load_mapping("decoder"))
-    assert found.keys() == {name for name, _ in named}
+    renamed = in_torch_names(dict.fromkeys(paths, 1.0), load_mapping("decoder"))
+    assert renamed.keys() == {name for name, _ in named}
     # The fused projection is made of two parameters.
-    assert found["layers.1.mlp.w13.weight"] == pytest.approx(math.sqrt(2))
-    assert found["norm.weight"] == 1.0
+    assert renamed["layers.1.mlp.w13.weight"] == pytest.approx(math.sqrt(2))
+    assert renamed["norm.weight"] == 1.0
 
 
 def test_a_path_that_the_mapping_does_not_know_is_an_error() -> None:
@@ -62,14 +62,14 @@ def test_the_norms_of_a_state_are_those_of_weights_and_moments() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, 3)).square().mean().backward()
     optimizer.step()
-    found = state_norms(model, optimizer)
-    assert [*found] == [*KINDS]
+    measured = state_norms(model, optimizer)
+    assert [*measured] == [*KINDS]
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        for kind, tensor in zip(
+        for quantity, tensor in zip(
             KINDS, (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True
         ):
-            assert found[kind][name] == pytest.approx(float(tensor.double().norm()), rel=1e-12)
+            assert measured[quantity][name] == pytest.approx(float(tensor.double().norm()), rel=1e-12)
 
 
 def test_initial_matrices_are_scaled_and_nothing_else() -> None:
@@ -84,13 +84,13 @@ def test_initial_matrices_are_scaled_and_nothing_else() -> None:
 
 
 def test_distances_are_relative_and_infinite_where_there_is_no_number() -> None:
-    found = distances(
+    relative = distances(
         norms(near=1.1, zero=0.0, none=1.0, nan=math.nan, less=1.0),
         norms(near=1.0, zero=0.0, none=0.0, nan=1.0, more=1.0),
     )["weights"]
-    assert found["near"] == pytest.approx(0.1)
-    assert found["zero"] == 0.0
-    assert {found[name] for name in ("none", "nan", "less", "more")} == {math.inf}
+    assert relative["near"] == pytest.approx(0.1)
+    assert relative["zero"] == 0.0
+    assert {relative[name] for name in ("none", "nan", "less", "more")} == {math.inf}
 
 
 def test_what_is_allowed_is_a_multiple_of_the_references_distance_and_at_least_of_a_rounding() -> None:
@@ -126,8 +126,8 @@ def with_norms(bad_step: int | None, *precision: str) -> RelayReport:
     run = [
         norms(**{"layers.0.attention.wk.weight": 1.5, "norm.weight": 1.0})
         if bad_step is not None and step >= bad_step
-        else one
-        for step, one in enumerate(right)
+        else step_norms
+        for step, step_norms in enumerate(right)
     ]
     legs = [
         replace(

@@ -227,12 +227,12 @@ def in_jax(policy: str, frozen: list[str], microbatches: int) -> list[Sharded]:
     loss: Call = ("all_reduce", tuple(range(RANKS)), "float32", 4)
     assert calls.pop(loss) == 1
     assert sum(calls.values()) + 1 == sum(jax_impl.count_collectives(gradients, weights, rows).values())
-    found = []
+    per_device = []
     for device, held in zip(plan.mesh.devices.flat, memory.devices, strict=True):
         padding = {key: padding_on(plan, key, weights[key], device) for key in weights}
         # PyTorch's moments have none.
         assert held.padding == sum(padding.values()) + 2 * sum(padding[key] for key in plan.trainable)
-        found.append(
+        per_device.append(
             Sharded(
                 {
                     dotted(path): [g.layout.fingerprint for g in unit.groups]
@@ -245,7 +245,7 @@ def in_jax(policy: str, frozen: list[str], microbatches: int) -> list[Sharded]:
                 [Traffic(by_unit(plan, step), flagged(plan, step)) for step in (calls, calls - kept(plan))],
             )
         )
-    return found
+    return per_device
 
 
 def rows_on(plan: jax_impl.ShardingPlan, weights: dict[str, jax.Array], device: Any) -> dict[str, np.ndarray]:
@@ -261,13 +261,13 @@ def rows_on(plan: jax_impl.ShardingPlan, weights: dict[str, jax.Array], device: 
 
 def padding_on(plan: jax_impl.ShardingPlan, key: str, array: jax.Array, device: Any) -> int:
     """Bytes of an array on a device that are of no parameter."""
-    (shard,) = [one for one in array.addressable_shards if one.device == device]
+    (shard,) = [shard for shard in array.addressable_shards if shard.device == device]
     return int(shard.data.nbytes - plan.stored(key).numel(shard.index) * array.dtype.itemsize)
 
 
 def calls_in(jaxpr: Any, mesh: jax.sharding.Mesh, times: int = 1) -> Iterator[tuple[Call, int]]:
     """Collectives with the ranks of the group of rank 0; loops multiplied out."""
-    found: Counter[Call] = Counter()
+    calls: Counter[Call] = Counter()
     for equation in jaxpr.eqns:
         name = equation.primitive.name.removesuffix("_invariant")
         if name in PRIMITIVES:
@@ -276,18 +276,18 @@ def calls_in(jaxpr: Any, mesh: jax.sharding.Mesh, times: int = 1) -> Iterator[tu
             ranks = group_of_rank_0(mesh, names)
             for pair in zip(equation.invars, equation.outvars, strict=True):
                 nbytes = max(end.aval.size * end.aval.dtype.itemsize for end in pair)
-                found[PRIMITIVES[name], ranks, pair[0].aval.dtype.name, nbytes] += times
+                calls[PRIMITIVES[name], ranks, pair[0].aval.dtype.name, nbytes] += times
         inner = times * (equation.params["length"] if name == "scan" else 1)
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             value = getattr(value, "jaxpr", value)
             if hasattr(value, "eqns"):
-                found.update(dict(calls_in(value, mesh, inner)))
-    yield from found.items()
+                calls.update(dict(calls_in(value, mesh, inner)))
+    yield from calls.items()
 
 
 def kept(plan: jax_impl.ShardingPlan) -> Counter[Call]:
     """Gathers once a step of frozen weights: in PyTorch the first step's, which are kept as nothing changes them."""
-    found: Counter[Call] = Counter()
+    calls: Counter[Call] = Counter()
     for unit in plan.units.values():
         for group in unit.groups:
             for axis in range(unit.strategy.parameters, unit.strategy.optimizer):
@@ -295,8 +295,8 @@ def kept(plan: jax_impl.ShardingPlan) -> Counter[Call]:
                     size = group.layout.padded_size // plan.axes.shards(axis)
                     ranks = group_of_rank_0(plan.mesh, (plan.axes.names[axis],))
                     dtype = group.wire.compute
-                    found["all_gather", ranks, dtype.name, size * dtype.itemsize] += 1
-    return found
+                    calls["all_gather", ranks, dtype.name, size * dtype.itemsize] += 1
+    return calls
 
 
 def flagged(plan: jax_impl.ShardingPlan, calls: Counter[Call]) -> dict[Call, int]:
@@ -307,12 +307,12 @@ def flagged(plan: jax_impl.ShardingPlan, calls: Counter[Call]) -> dict[Call, int
             layout, shards = group.layout, plan.axes.shards(level)
             if group.trainable:
                 flags[layout.padded_size // shards] = layout.num_shards // shards * len(layout.slots)
-    found: Counter[Call] = Counter()
-    for (kind, ranks, dtype, nbytes), times in calls.items():
+    with_flags: Counter[Call] = Counter()
+    for (collective, ranks, dtype, nbytes), times in calls.items():
         width = jnp.dtype(dtype).itemsize
-        more = 0 if kind == "all_gather" else flags[nbytes // width] * width
-        found[kind, ranks, dtype, nbytes + more] += times
-    return dict(found)
+        more = 0 if collective == "all_gather" else flags[nbytes // width] * width
+        with_flags[collective, ranks, dtype, nbytes + more] += times
+    return dict(with_flags)
 
 
 def group_of_rank_0(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -328,10 +328,10 @@ def by_unit(plan: jax_impl.ShardingPlan, calls: Counter[Call]) -> dict[tuple[str
         for group, level in itertools.product(unit.groups, range(plan.axes.ndim + 1)):
             size = group.layout.padded_size // plan.axes.shards(level)
             assert units.setdefault(size, path) == path, "sizes do not tell units apart"
-    found: Counter[tuple[str, str]] = Counter()
-    for (kind, _, dtype, nbytes), times in calls.items():
-        found[dotted(units[nbytes // jnp.dtype(dtype).itemsize]), kind] += times
-    return dict(found)
+    counts: Counter[tuple[str, str]] = Counter()
+    for (collective, _, dtype, nbytes), times in calls.items():
+        counts[dotted(units[nbytes // jnp.dtype(dtype).itemsize]), collective] += times
+    return dict(counts)
 
 
 def assert_alike(theirs: Sharded, ours: Sharded, rank: int) -> None:
@@ -339,14 +339,16 @@ def assert_alike(theirs: Sharded, ours: Sharded, rank: int) -> None:
     assert theirs.rows.keys() == ours.rows.keys()
     for name, held in theirs.rows.items():
         np.testing.assert_array_equal(held, ours.rows[name], err_msg=f"{name} on rank {rank}")
-    for kind in ("main_weights", "moments", "padding"):
-        assert getattr(theirs, kind) == getattr(ours, kind), (kind, rank)
+    for quantity in ("main_weights", "moments", "padding"):
+        assert getattr(theirs, quantity) == getattr(ours, quantity), (quantity, rank)
 
 
 def assert_same_traffic(theirs: Traffic, ours: Traffic, rank: int) -> None:
-    for unit, kind in sorted({*theirs.of_units, *ours.of_units}):
-        counts = [one.of_units.get((unit, kind), 0) for one in (theirs, ours)]
-        assert counts[0] == counts[1], f"{kind} of unit {unit!r}: {counts[0]} in PyTorch, {counts[1]} in JAX"
+    for unit, collective in sorted({*theirs.of_units, *ours.of_units}):
+        counts = [traffic.of_units.get((unit, collective), 0) for traffic in (theirs, ours)]
+        assert counts[0] == counts[1], (
+            f"{collective} of unit {unit!r}: {counts[0]} in PyTorch, {counts[1]} in JAX"
+        )
     if rank == 0:
         assert theirs.calls == ours.calls
 
@@ -368,7 +370,7 @@ def test_a_policy_means_the_same_layouts_bytes_and_collectives(
     policy = policy_of(name, tmp_path)
     theirs = ranks.run(RANKS, sharded, policy, [], microbatches)
     ours = in_jax(policy, [], microbatches)
-    assert any(not held.size for one in theirs for held in one.rows.values()) or name == "no_shard"
+    assert any(not held.size for report in theirs for held in report.rows.values()) or name == "no_shard"
     for rank, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         assert_alike(their, our, rank)
         for step in their.steps:
@@ -468,11 +470,11 @@ def losses_in_jax(policy: str, source: Path) -> list[float]:
     optimizer = jax_impl.main_weight_adamw(options.pop("lr"), *options.pop("betas"), **options)
     state = jax_impl.load_checkpoint(source, plan, optimizer).state
     step_fn = jax_impl.make_train_step(plan, loss, optimizer, microbatches=MICROBATCHES)
-    found = []
+    step_losses = []
     for step in STEPS:
         state, measured = step_fn(state, jnp.asarray(batch(DATA, step)))
-        found.append(float(measured["loss"]))
-    return found
+        step_losses.append(float(measured["loss"]))
+    return step_losses
 
 
 @pytest.mark.slow
@@ -492,6 +494,6 @@ def test_training_by_one_policy_from_one_checkpoint_has_the_same_losses(
     assert len(ours) == len(theirs) == 20
     assert theirs[0] - theirs[-1] > 0.5, "nothing was learned"
     tolerance = BF16_TOLERANCE if name == "fsdp_bf16" else 1e-5
-    for found in (theirs, ours):
-        np.testing.assert_allclose(found, start.reference, rtol=tolerance)
+    for run_losses in (theirs, ours):
+        np.testing.assert_allclose(run_losses, start.reference, rtol=tolerance)
     np.testing.assert_allclose(ours, theirs, rtol=tolerance)

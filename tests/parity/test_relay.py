@@ -246,9 +246,9 @@ def test_one_policy_file_with_two_mesh_axes_and_nested_units_in_both_frameworks(
     # HFSDP cuts weights and moments in four, HSDP in two; the frameworks' shapes are not the same.
     with open_checkpoint(tmp_path / "run" / "start" / "checkpoint") as checkpoint:
         whole = sum(t.nbytes for name, t in checkpoint.tensors.items() if name.startswith("model."))
-    for found in (held[0], device):
-        assert whole / 4 < found["main_weights"] < whole / 2
-        assert 2 * found["main_weights"] == pytest.approx(found["moments"], rel=0.02)
+    for memory in (held[0], device):
+        assert whole / 4 < memory["main_weights"] < whole / 2
+        assert 2 * memory["main_weights"] == pytest.approx(memory["moments"], rel=0.02)
 
 
 @pytest.mark.slow
@@ -298,9 +298,9 @@ def test_a_rehearsal_finds_each_policy_that_does_not_fit(tmp_path: Path) -> None
         (tmp_path / name).write_text(policy)
         legs += [(framework, ranks, name) for framework in ("torch", "jax")]
     config = RelayConfig.load(relay_of(tmp_path, legs))
-    found = rehearse([job(tmp_path / f"{n}", leg, None) for n, leg in enumerate(config.legs)])
-    assert found[:2] == [None, None]
-    for (framework, _, name), error in zip(legs[2:], found[2:], strict=True):
+    errors = rehearse([job(tmp_path / f"{n}", leg, None) for n, leg in enumerate(config.legs)])
+    assert errors[:2] == [None, None]
+    for (framework, _, name), error in zip(legs[2:], errors[2:], strict=True):
         assert error is not None, (framework, name)
         assert error.startswith(f"PolicyError: {tmp_path / name}: ")
         assert re.search(UNFIT[name][2], error), error
@@ -333,7 +333,7 @@ def test_a_policy_that_does_not_fit_a_later_leg_stops_a_relay_before_it_starts(t
 
 
 @pytest.mark.parametrize(
-    ("found", "kind", "said"),
+    ("error", "error_type", "said"),
     [
         (
             "ValueError: no such unit",
@@ -348,10 +348,10 @@ def test_a_policy_that_does_not_fit_a_later_leg_stops_a_relay_before_it_starts(t
     ],
 )
 def test_only_errors_that_explain_themselves_are_laid_on_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str, kind: type[Exception], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, error_type: type[Exception], said: str
 ) -> None:
-    monkeypatch.setattr(relay, "rehearse", lambda jobs: [None, found, *[None] * (len(jobs) - 2)])
-    with pytest.raises(kind, match=f"^{said}"):
+    monkeypatch.setattr(relay, "rehearse", lambda jobs: [None, error, *[None] * (len(jobs) - 2)])
+    with pytest.raises(error_type, match=f"^{said}"):
         relay.run(RelayConfig.load("quick"), tmp_path / "run", Console())
     assert not (tmp_path / "run").exists()
 
@@ -398,12 +398,12 @@ def test_a_bfloat16_leg_computes_in_bfloat16_and_sums_gradients_in_float32(
 
 
 def leg_processes(folder: Path) -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if str(folder).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")

@@ -66,9 +66,9 @@ def test_a_strategy_is_short_for_the_policy_that_has_it(strategy: str, policy: s
     short = RelayConfig.of(with_leg(strategy=strategy)).legs[1].sharding
     for runtime in (torch_impl, jax_impl):
         shipped = runtime.ShardingPolicy.load(policy)
-        found = runtime.ShardingPolicy.parse(short.text)
-        assert (found.units, found.axes) == (shipped.units, shipped.axes)
-        assert found.precision.compute_dtype == shipped.precision.compute_dtype == "float32"
+        parsed = runtime.ShardingPolicy.parse(short.text)
+        assert (parsed.units, parsed.axes) == (shipped.units, shipped.axes)
+        assert parsed.precision.compute_dtype == shipped.precision.compute_dtype == "float32"
 
 
 def test_precision_and_granularity_are_short_for_what_a_policy_says() -> None:

@@ -69,9 +69,9 @@ def with_leg_repeated(right: tuple[RelayReport, Path], number: int, folder: Path
 def test_a_right_leg_repeated_is_right(right: tuple[RelayReport, Path], tmp_path: Path) -> None:
     assert right[0].failures() == []
     # Room on both sides: rounding is far below what is allowed, and a fault far above.
-    for by_kind in right[0].largest_norm_differences():
-        for kind, distance in by_kind.items():
-            assert distance < right[0].norm_tolerances[-1][kind] / 3 < 1e-4
+    for by_quantity in right[0].largest_norm_differences():
+        for quantity, distance in by_quantity.items():
+            assert distance < right[0].norm_tolerances[-1][quantity] / 3 < 1e-4
     assert with_leg_repeated(right, 2, tmp_path).failures() == []
 
 

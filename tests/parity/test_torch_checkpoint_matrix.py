@@ -29,20 +29,20 @@ def originals(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> dic
 
     class Runs(dict):
         def __missing__(self, key: tuple[str, int, str]) -> tuple[str, Any]:
-            kind, world, strategy = key
-            path = str(base / f"{kind}-{world}-{strategy}")
-            results = ranks.run(world, jobs.interrupted, kind, strategy, path, {})
+            model, world, strategy = key
+            path = str(base / f"{model}-{world}-{strategy}")
+            results = ranks.run(world, jobs.interrupted, model, strategy, path, {})
             self[key] = path, results[0]
             return self[key]
 
     return Runs()
 
 
-def _assert_bitwise(found: jobs.State, expected: jobs.State) -> None:
-    assert found.keys() == expected.keys()
+def _assert_bitwise(state: jobs.State, expected: jobs.State) -> None:
+    assert state.keys() == expected.keys()
     for name in expected:
-        assert found[name].dtype == expected[name].dtype, name
-        assert found[name].tobytes() == expected[name].tobytes(), name
+        assert state[name].dtype == expected[name].dtype, name
+        assert state[name].tobytes() == expected[name].tobytes(), name
 
 
 def _assert_continues(result: dict[str, Any], original: dict[str, Any], bitwise: bool) -> None:
@@ -141,6 +141,6 @@ def test_plain_dcp_load_sees_the_same_tensors(ranks, originals):
     path, original = originals["zoo", 4, "optim_grads"]
     shapes = {name: (value.shape, value.dtype.name) for name, value in original["saved"].items()}
     for world in (1, 2):
-        for found in ranks.run(world, jobs.plain_load, path, shapes):
-            _assert_bitwise(found, original["saved"])
+        for state in ranks.run(world, jobs.plain_load, path, shapes):
+            _assert_bitwise(state, original["saved"])
     assert (Path(path) / "__3_0.distcp").exists()

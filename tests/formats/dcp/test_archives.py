@@ -23,15 +23,15 @@ from tests.support.bridge.file_views import elements, viewed
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The offsets of archives that were parsed."""
-    found: list[int] = []
+    offsets: list[int] = []
     parse = module.records_and_places
 
     def counted(file: FileView, offset: int, length: int, what: str) -> object:
-        found.append(offset)
+        offsets.append(offset)
         return parse(file, offset, length, what)
 
     monkeypatch.setattr(module, "records_and_places", counted)
-    return found
+    return offsets
 
 
 def ours(array: np.ndarray, offset: int) -> bytes:
@@ -51,15 +51,15 @@ def outcome(archives: Archives | None, file: FileView, offset: int, length: int)
 def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
     tmp_path: Path, parsed: list[int]
 ) -> None:
-    data, places = b"xyz", []
+    data, spans = b"xyz", []
     for k in range(500):
         array = np.full((3, 5) if k % 2 else (5, 3), k, np.float32)
         archive = ours(array, len(data))
-        places.append((len(data), len(archive), array))
+        spans.append((len(data), len(archive), array))
         data += archive
     file, archives = viewed(tmp_path / "f", data), Archives()
     known = 0
-    for offset, length, array in places:
+    for offset, length, array in spans:
         like = archives.known(file, offset, length)
         known += like is not None
         stored = archives.find(file, offset, length, "w")
@@ -67,24 +67,24 @@ def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
         assert like in (None, stored)
         assert np.array_equal(elements(file, stored), array)
     assert len(parsed) <= 2 * 64
-    assert known >= len(places) - 2 * 64
+    assert known >= len(spans) - 2 * 64
 
 
 def test_archives_of_torch_are_parsed_once(tmp_path: Path, parsed: list[int]) -> None:
     """Checksums of elements are behind them there, 0 in the headers; as of a matrix and of its transpose by turns."""
-    data, places = b"", []
+    data, spans = b"", []
     for k in range(40):
         buffer = io.BytesIO()
         torch.save(torch.full((2, 8) if k % 2 else (8, 2), float(k)), buffer)
-        places.append((len(data), len(buffer.getvalue())))
+        spans.append((len(data), len(buffer.getvalue())))
         data += buffer.getvalue() + bytes(-len(buffer.getvalue()) % 64)
     file, archives = viewed(tmp_path / "f", data), Archives()
-    for k, (offset, length) in enumerate(places):
+    for k, (offset, length) in enumerate(spans):
         stored = archives.find(file, offset, length, "w")
         assert stored == find_tensor(file, offset, length, "w")
         assert (elements(file, stored) == k).all()
         assert stored.shape == ((2, 8) if k % 2 else (8, 2))
-    assert parsed == [offset for offset, _ in places[:2]]
+    assert parsed == [offset for offset, _ in spans[:2]]
 
 
 def test_a_checksum_is_not_sought_in_the_next_header(tmp_path: Path) -> None:

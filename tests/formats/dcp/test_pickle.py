@@ -89,9 +89,9 @@ def test_an_ordered_dict_of_plain_values_is_read_as_a_dict() -> None:
 def test_members_of_known_enumerations_are_read_as_python_before_3_11_4_writes_them() -> None:
     known = Vocabulary(1 << 10, calls=frozenset({"torch.Kind"}), enumerations=frozenset({"torch.Kind"}))
     by_name = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x05torch\x8c\x04Kind\x93\x8c\x03ONE\x86R."
-    found = read_pickle(by_name, known, "v")
-    assert isinstance(found, Call)
-    assert (found.name, found.args) == ("torch.Kind", ("ONE",))
+    member = read_pickle(by_name, known, "v")
+    assert isinstance(member, Call)
+    assert (member.name, member.args) == ("torch.Kind", ("ONE",))
     with pytest.raises(CheckpointError, match=r"it names 'builtins\.getattr'"):
         read_pickle(by_name, Vocabulary(1 << 10, calls=frozenset({"torch.Kind"})), "v")
 
@@ -262,9 +262,9 @@ def test_a_pickle_may_be_full_of_small_containers() -> None:
 
 
 def test_repeated_descriptions_are_written_as_if_each_were_its_own() -> None:
-    def entries(kind: Callable[[object], object]) -> object:
-        size = kind(Call("torch.Size", ((3, 300),)))
-        tensor = kind(Instance("a.Tensor", {"size": size, "name": "w", "where": [size, size]}))
+    def entries(wrap: Callable[[object], object]) -> object:
+        size = wrap(Call("torch.Size", ((3, 300),)))
+        tensor = wrap(Instance("a.Tensor", {"size": size, "name": "w", "where": [size, size]}))
         return {f"layers.{k}": (tensor, size, k) for k in range(300)}
 
     for protocol in (2, 4):
@@ -278,7 +278,7 @@ def test_patterns_are_written_as_if_each_description_were_its_own() -> None:
         Instance("a.Place", {"file": HOLE, "name": HOLE, "kind": "file", "at": (HOLE, 7), "of": HOLE})
     )
 
-    def places(make: Callable[..., object]) -> object:
+    def descriptions(make: Callable[..., object]) -> object:
         size = Repeated(Call("torch.Size", ((3, 300),)))
         texts = {f"layers.{k}": k for k in range(300)}
         further = [
@@ -307,6 +307,6 @@ def test_patterns_are_written_as_if_each_description_were_its_own() -> None:
 
     for protocol in (2, 4):
         pattern.times, pattern.written = 0, ()
-        filled = write_pickle(places(lambda *values: Filled(pattern, values)), protocol)
+        filled = write_pickle(descriptions(lambda *values: Filled(pattern, values)), protocol)
         assert pattern.written, "it was written from its parts"
-        assert filled == write_pickle(places(plain), protocol)
+        assert filled == write_pickle(descriptions(plain), protocol)

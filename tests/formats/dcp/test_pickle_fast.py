@@ -33,29 +33,29 @@ MOST = 3000
 
 def picture(value: object) -> list[str]:
     """The first nodes of a value with their types, breadth first."""
-    found: list[str] = []
+    lines: list[str] = []
     queue = [value]
     for node in queue:
-        if len(found) > MOST:
+        if len(lines) > MOST:
             break
         match node:
             case Instance(name=name, state=state):
-                found.append(f"instance {name}")
+                lines.append(f"instance {name}")
                 queue.append(state)
             case Call(name=name, args=args, state=state):
-                found.append(f"call {name}")
+                lines.append(f"call {name}")
                 queue += [args, state]
             case Name(dotted=dotted):
-                found.append(f"name {dotted}")
+                lines.append(f"name {dotted}")
             case dict():
-                found.append(f"dict {len(node)}")
+                lines.append(f"dict {len(node)}")
                 queue += [part for item in node.items() for part in item]
             case list() | tuple():
-                found.append(f"{type(node).__name__} {len(node)}")
+                lines.append(f"{type(node).__name__} {len(node)}")
                 queue += node
             case _:
-                found.append(f"{type(node).__name__} {node!r}")
-    return found
+                lines.append(f"{type(node).__name__} {node!r}")
+    return lines
 
 
 def outcome(data: bytes, words: Vocabulary) -> list[str] | str:
@@ -93,7 +93,7 @@ def generally(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The positions of entries that were made from the result of another."""
-    found: list[int] = []
+    positions: list[int] = []
     find, first = RepeatedEntries.find, RepeatedEntries._first
     followed: list[int] = []
 
@@ -104,12 +104,12 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def counted(self: RepeatedEntries, position: int) -> tuple[object, int] | None:
         result = find(self, position)
         if result is not None and position not in followed:
-            found.append(position)
+            positions.append(position)
         return result
 
     monkeypatch.setattr(RepeatedEntries, "_first", counted_first)
     monkeypatch.setattr(RepeatedEntries, "find", counted)
-    return found
+    return positions
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +164,13 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 104, 106, 140, 300, 70_000]), max
 @given(
     st.lists(
         st.tuples(shapes, st.integers(0, 3), st.sampled_from([FLOAT, HALF])), min_size=1, max_size=4
-    ).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), max_size=12))
+    ).flatmap(lambda specs: st.lists(st.sampled_from(specs), max_size=12))
 )
 def test_our_metadata_of_any_shapes_is_read_as_opcode_by_opcode(
-    kinds: list[tuple[tuple[int, ...], int, np.dtype]],
+    specs: list[tuple[tuple[int, ...], int, np.dtype]],
 ) -> None:
     tensors = []
-    for shape, cut, dtype in kinds:
+    for shape, cut, dtype in specs:
         block = tuple(max(1, n // 2 if axis == cut else n) for axis, n in enumerate(shape))
         tensors.append((shape, block, dtype))
     data = ours(tensors)
@@ -190,21 +190,21 @@ OPCODES = b"\x8c\x58hjKMJ()t\x85\x86\x87R\x81bused]}a\x94qr.NN\x88\x89\x8aQ\x93c
 def mutant(data: bytes, rng: random.Random) -> bytes:
     bad = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        place, other = rng.randrange(2, len(bad)), rng.randrange(2, len(bad))
+        position, other = rng.randrange(2, len(bad)), rng.randrange(2, len(bad))
         match rng.randrange(6):
             case 0:
-                bad[place] = rng.randrange(256)
+                bad[position] = rng.randrange(256)
             case 1:
-                bad[place] = rng.choice(OPCODES)
+                bad[position] = rng.choice(OPCODES)
             case 2:
-                bad[place] ^= 1 << rng.randrange(8)
+                bad[position] ^= 1 << rng.randrange(8)
             case 3:
-                del bad[place : place + rng.randrange(1, 40)]
+                del bad[position : position + rng.randrange(1, 40)]
                 bad += bytes(max(0, 9 - len(bad)))
             case 4:
-                bad[place:place] = bad[other : other + rng.randrange(1, 200)]
+                bad[position:position] = bad[other : other + rng.randrange(1, 200)]
             case _:
-                bad.insert(place, rng.choice(OPCODES))
+                bad.insert(position, rng.choice(OPCODES))
     return bytes(bad)
 
 
@@ -222,8 +222,8 @@ def test_mutants_are_read_or_refused_as_opcode_by_opcode(
 
     quick, general = outcomes(), generally(outcomes)
     assert isinstance(general, list)
-    for bad, found, expected in zip(mutants, quick, general, strict=True):
-        assert found == expected, bad
+    for bad, fast, expected in zip(mutants, quick, general, strict=True):
+        assert fast == expected, bad
     assert 0 < sum(isinstance(whole, DcpMetadata) for _, _, whole in quick) < count
 
 
@@ -294,8 +294,8 @@ def test_a_memo_entry_that_is_replaced_counts_from_then_on() -> None:
 
 
 def test_entries_that_are_alike_up_to_a_byte_like_the_start_of_a_text_are_told_apart() -> None:
-    one, two = b"h\x02)\x81}(h\x03K\x8cub", b"h\x02)\x81}(h\x03K\x8cNK\x01ub"
-    data = START + b"".join(named(k) + (two if k % 2 else one) for k in range(6)) + b"ut."
+    short, long = b"h\x02)\x81}(h\x03K\x8cub", b"h\x02)\x81}(h\x03K\x8cNK\x01ub"
+    data = START + b"".join(named(k) + (long if k % 2 else short) for k in range(6)) + b"ut."
     assert states(read_pickle(data, CLASS, "w")) == [{"x": 140}, {"x": 140, None: 1}] * 3
 
 

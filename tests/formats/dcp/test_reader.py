@@ -132,8 +132,8 @@ def test_where_the_data_is_follows_from_each_archive(ranks: RankGroup, tmp_path:
                     assert file is not None
                     stored = find_tensor(file, extent.offset, extent.length, "w")
                     start = stored.record.start + stored.first * info.dtype.itemsize
-                    place = start, start + chunk.numel * info.dtype.itemsize
-                    expected.setdefault(extent.file, []).append(place)
+                    span = start, start + chunk.numel * info.dtype.itemsize
+                    expected.setdefault(extent.file, []).append(span)
             assert reader.data_ranges() == expected
             assert reader.data_ranges() == expected  # from what is kept
             for name in reader.tensors:
@@ -656,8 +656,8 @@ def test_two_storage_entries_for_one_chunk_are_refused(genuine: Path) -> None:
     metadata = read_pickle(file.read_bytes(), dcp_metadata._VOCABULARY, "genuine")
     assert isinstance(metadata, Instance)
     storage = metadata.state["storage_data"]
-    index, place = next((i, p) for i, p in storage.items() if i.state["fqn"] == W)
-    storage[Instance(index.name, {**index.state, "index": 7})] = place
+    index, entry = next((i, p) for i, p in storage.items() if i.state["fqn"] == W)
+    storage[Instance(index.name, {**index.state, "index": 7})] = entry
     file.write_bytes(write_pickle(metadata, 4))
     with pytest.raises(
         CheckpointError, match=r"'model\.w': has two storage entries for the chunk at \(0, 0\)"
@@ -707,24 +707,24 @@ def test_a_small_metadata_file_that_expands_without_end_is_refused(genuine: Path
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("place", ["path", "size", "storage", "unused"])
-def test_an_endless_tuple_inside_genuine_metadata_is_refused_or_ignored(genuine: Path, place: str) -> None:
+@pytest.mark.parametrize("field", ["path", "size", "storage", "unused"])
+def test_an_endless_tuple_inside_genuine_metadata_is_refused_or_ignored(genuine: Path, field: str) -> None:
     evil: object = ()
     for _ in range(60):
         evil = (evil, evil)
 
     def edit(m: Metadata) -> None:
-        if place == "path":
+        if field == "path":
             m.planner_data[W] = evil
-        elif place == "size":
+        elif field == "size":
             m.state_dict_metadata[W].size = evil
-        elif place == "storage":
+        elif field == "storage":
             place_of(m, W).offset = evil
         else:
             m.storage_meta = evil
 
     edit_metadata(genuine, edit)
-    if place == "unused":
+    if field == "unused":
         DcpReader(genuine).close()
     else:
         with pytest.raises(CheckpointError) as caught:

@@ -44,23 +44,23 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.nd
     """Weights and optimizer state, gathered; on rank 0 only."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, state = get_state_dict(model, optimizer, options=options)
-    found = {f"model.{name}": value for name, value in weights.items()}
+    tensors = {f"model.{name}": value for name, value in weights.items()}
     for name, entry in state.get("state", {}).items():
-        found.update({f"optimizer.state.{name}.{key}": value for key, value in entry.items()})
-    return {name: array_of(value) for name, value in found.items()}
+        tensors.update({f"optimizer.state.{name}.{key}": value for key, value in entry.items()})
+    return {name: array_of(value) for name, value in tensors.items()}
 
 
-def sharded(kind: str) -> tuple[nn.Module, torch.optim.AdamW]:
+def sharded(strategy: str) -> tuple[nn.Module, torch.optim.AdamW]:
     """Trained for two steps."""
     model = build()
-    place = shard(model, kind)
+    rank_and_world = shard(model, strategy)
     optimizer = optimizer_of(model)
-    train(model, optimizer, place, range(2))
+    train(model, optimizer, rank_and_world, range(2))
     return model, optimizer
 
 
-def save_stock(kind: str, path: str, how: str = "save") -> dict[str, np.ndarray]:
-    model, optimizer = sharded(kind)
+def save_stock(strategy: str, path: str, how: str = "save") -> dict[str, np.ndarray]:
+    model, optimizer = sharded(strategy)
     state = trees(model, optimizer)
     if how == "async":
         dcp.async_save(state, checkpoint_id=path).result()
@@ -137,17 +137,17 @@ def assert_holds(path: Path, expected: Arrays) -> None:
 
 @pytest.mark.fast_cases("fsdp2-3", "fsdp x tp-4")
 @pytest.mark.parametrize(
-    ("kind", "world"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
+    ("strategy", "world"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
 )
 def test_whatever_the_sharding_every_tensor_is_read_whole(
-    ranks: RankGroup, tmp_path: Path, kind: str, world: int
+    ranks: RankGroup, tmp_path: Path, strategy: str, world: int
 ) -> None:
-    expected, *_ = ranks.run(world, save_stock, kind, str(tmp_path / "c"))
+    expected, *_ = ranks.run(world, save_stock, strategy, str(tmp_path / "c"))
     assert len(expected) == 8 * 4
     assert_holds(tmp_path / "c", expected)
     with DcpReader(tmp_path / "c") as reader:
         chunks = len(reader.tensors["model.0.weight"].chunks)
-        assert chunks == (2 if kind == "hsdp" else world)
+        assert chunks == (2 if strategy == "hsdp" else world)
         assert reader.objects["note"] == ("x", 1)
         assert reader.objects["optimizer.param_groups.0.betas"] == (0.8, 0.9)
 
@@ -186,9 +186,9 @@ def test_a_directory_as_torchtitan_writes_it_is_read_whole(ranks: RankGroup, tmp
 
 
 @pytest.mark.fast_cases("hsdp")
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: Path, kind: str) -> None:
-    expected, *_ = ranks.run(4, save_stock, kind, str(tmp_path / "c"), "alone")
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: Path, strategy: str) -> None:
+    expected, *_ = ranks.run(4, save_stock, strategy, str(tmp_path / "c"), "alone")
     assert not (tmp_path / "c" / ".metadata").exists()
     assert_holds(tmp_path / "c", expected)
     assert verify(tmp_path / "c")
@@ -198,7 +198,7 @@ def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: 
         # One alone would not be compared with the others.
         memory = memoryview(bytearray(reader.tensors["step"].nbytes))
         assert reader.read_into([("step", memory)]) == [None]
-        assert ("model.0.weight", 0) in reader._metadata.copies or kind == "fsdp2"
+        assert ("model.0.weight", 0) in reader._metadata.copies or strategy == "fsdp2"
     (tmp_path / "c" / "__2.metadata").rename(tmp_path / "kept")
     with pytest.raises(
         CheckpointError, match=r"the metadata of every rank, found 3 files .* without __2\.metadata"
@@ -206,7 +206,7 @@ def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: 
         open_checkpoint(tmp_path / "c")
     (tmp_path / "kept").rename(tmp_path / "c" / "__2.metadata")
     (tmp_path / "c" / "__3.metadata").unlink()
-    if kind == "fsdp2":
+    if strategy == "fsdp2":
         with pytest.raises(CheckpointError, match=r"tensor 'model\.0\.weight': .* is in 0 \(3 chunks hold"):
             open_checkpoint(tmp_path / "c")
 
@@ -233,8 +233,7 @@ def test_copies_without_checksums_are_compared_by_their_bytes(ranks: RankGroup, 
         find = DcpReader._find
 
         def unchecked(self: DcpReader, *args: Any) -> Any:
-            found = find(self, *args)
-            return found._replace(record=None)
+            return find(self, *args)._replace(record=None)
 
         patch.setattr(DcpReader, "_find", unchecked)
         patch.setattr("bridge.core.formats.dcp.reader.BLOCK", 8)
@@ -294,9 +293,9 @@ def test_a_chunk_that_the_safetensors_serialization_overwrote_is_noticed(tmp_pat
         entry = m.state_dict_metadata["w"]
         (chunk,), (index,) = entry.chunks, [i for i in m.storage_data if i.fqn == "w"]
         entry.size = torch.Size((8, 3))
-        place = m.storage_data.pop(index)
+        storage = m.storage_data.pop(index)
         entry.chunks = [type(chunk)(torch.Size((row, 0)), torch.Size((4, 3))) for row in (0, 4)]
-        m.storage_data.update({type(index)("w", c.offsets): place for c in entry.chunks})
+        m.storage_data.update({type(index)("w", c.offsets): storage for c in entry.chunks})
 
     edit_metadata(tmp_path / "c", as_second_half)
     with DcpReader(tmp_path / "c") as reader:

@@ -387,12 +387,12 @@ def test_values_that_stock_pytorch_would_have_to_unpickle_freely_are_refused(
 def test_dtypes_pytorch_lacks_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
     import ml_dtypes
 
-    kind = np.dtype(ml_dtypes.int4) if dtype == "int4" else np.dtype(dtype)
+    numpy_dtype = np.dtype(ml_dtypes.int4) if dtype == "int4" else np.dtype(dtype)
     with (
         DcpWriter(tmp_path / "c") as writer,
         pytest.raises(CheckpointError, match=r"tensor 'w': expected a .*dtype"),
     ):
-        writer.add_tensor("w", (1,), kind)
+        writer.add_tensor("w", (1,), numpy_dtype)
 
 
 @pytest.mark.parametrize("block", [(2,), (2, 0), (2, 2, 2), (-1, 2)])

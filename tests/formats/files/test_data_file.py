@@ -35,27 +35,27 @@ def pieces(seed: int) -> list[bytes]:
 def write_all(path: Path, data: list[bytes], *, alignment: int) -> dict[int, bytes]:
     """By four threads, in no order; every piece at its place."""
     file = DataFile(path)
-    places = {file.reserve(len(piece), alignment): piece for piece in data}
-    order = np.random.default_rng(0).permutation(list(places))
+    by_offset = {file.reserve(len(piece), alignment): piece for piece in data}
+    order = np.random.default_rng(0).permutation(list(by_offset))
 
     def write(offset: int) -> None:
-        file.write(offset, places[offset])
+        file.write(offset, by_offset[offset])
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, map(int, order)))
     file.sync()
     file.close()
-    return places
+    return by_offset
 
 
-def assert_holds(path: Path, places: dict[int, bytes]) -> None:
-    found = path.read_bytes()
+def assert_holds(path: Path, by_offset: dict[int, bytes]) -> None:
+    content = path.read_bytes()
     end = 0
-    for offset, piece in places.items():
-        assert not any(found[end:offset])
-        assert found[offset : offset + len(piece)] == piece
+    for offset, piece in by_offset.items():
+        assert not any(content[end:offset])
+        assert content[offset : offset + len(piece)] == piece
         end = offset + len(piece)
-    assert len(found) == end
+    assert len(content) == end
 
 
 @pytest.mark.parametrize("alignment", [1, 64, BLOCK])
@@ -105,7 +105,9 @@ def test_file_systems_without_direct_writing(tmp_path: Path, monkeypatch: pytest
 
     opened = data_file._open_direct
     direct: set[int | None] = set()
-    monkeypatch.setattr(data_file, "_open_direct", lambda path: direct.add(found := opened(path)) or found)
+    monkeypatch.setattr(
+        data_file, "_open_direct", lambda path: direct.add(descriptor := opened(path)) or descriptor
+    )
     monkeypatch.setattr(os, "pwrite", only_cached)
     assert_holds(tmp_path / "b", write_all(tmp_path / "b", data, alignment=64))
     assert refused or direct == {None}

@@ -29,15 +29,15 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(offset, bytes) of every write."""
-    found: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     pwrite = os.pwrite
 
     def counted(descriptor: int, data: memoryview, offset: int) -> int:
-        found.append((offset, len(data)))
+        calls.append((offset, len(data)))
         return pwrite(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", counted)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("first", [0, 1, BLOCK - 1, 3 * BLOCK + 17])
@@ -61,22 +61,22 @@ def test_neighbours_are_written_together(tmp_path: Path, first: int, writes: lis
 def test_pieces_in_any_order_reach_their_places(tmp_path: Path) -> None:
     file, pieces = DataFile(tmp_path / "f"), Gathered()
     rng = random.Random(0)
-    places = [(100 * k, rng.randbytes(100)) for k in range(300)]
-    shuffled = rng.sample(places, len(places))
+    parts = [(100 * k, rng.randbytes(100)) for k in range(300)]
+    shuffled = rng.sample(parts, len(parts))
     for offset, data in shuffled:
         pieces.add(file, offset, [data])
     pieces.flush()
-    assert file.read(0, 30_000) == b"".join(data for _, data in places)
+    assert file.read(0, 30_000) == b"".join(data for _, data in parts)
     file.close()
 
 
 def test_pieces_of_two_files_stay_apart(tmp_path: Path) -> None:
-    one, two, pieces = DataFile(tmp_path / "a"), DataFile(tmp_path / "b"), Gathered()
-    pieces.add(one, 0, [b"a" * 10])
-    pieces.add(two, 10, [b"b" * 10])
+    first, second, pieces = DataFile(tmp_path / "a"), DataFile(tmp_path / "b"), Gathered()
+    pieces.add(first, 0, [b"a" * 10])
+    pieces.add(second, 10, [b"b" * 10])
     pieces.flush()
-    assert one.read(0, 100) == b"a" * 10
-    assert two.read(0, 100) == bytes(10) + b"b" * 10
+    assert first.read(0, 100) == b"a" * 10
+    assert second.read(0, 100) == bytes(10) + b"b" * 10
 
 
 def recorded(tmp_path: Path, count: int) -> tuple[ChunkRecord, TensorInfo, InOrder, Path]:

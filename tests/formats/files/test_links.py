@@ -39,25 +39,25 @@ def annex(root: Path, data: bytes) -> Path:
     return root / ".git" / "annex" / "objects" / "3F" / "x1" / key / key
 
 
-def linked(path: Path, place: Callable[[Path, bytes], Path]) -> None:
+def linked(path: Path, store_path: Callable[[Path, bytes], Path]) -> None:
     """Move all files of a checkpoint into a store, and leave links."""
     for file in [p for p in path.rglob("*") if p.is_file()]:
         data = file.read_bytes()
-        target = place(path.parent, data)
+        target = store_path(path.parent, data)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
         file.unlink()
         file.symlink_to(os.path.relpath(target, file.parent) if len(data) % 2 else target)
 
 
-@pytest.mark.parametrize("place", [dvc, old_dvc, annex])
+@pytest.mark.parametrize("store_path", [dvc, old_dvc, annex])
 @pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
 def test_links_into_a_store_of_contents_are_read(
-    tmp_path: Path, format: str, place: Callable[[Path, bytes], Path]
+    tmp_path: Path, format: str, store_path: Callable[[Path, bytes], Path]
 ) -> None:
     checkpoint(tmp_path / "plain", format)
     checkpoint(tmp_path / "linked", format)
-    linked(tmp_path / "linked", place)
+    linked(tmp_path / "linked", store_path)
     assert diff(tmp_path / "plain", tmp_path / "linked").within
     assert verify(tmp_path / "linked").good
     convert(tmp_path / "linked", tmp_path / "copy", to="dcp")
@@ -86,9 +86,9 @@ def test_content_that_was_not_fetched_is_named(tmp_path: Path) -> None:
 def test_other_links_out_of_a_checkpoint_are_refused(tmp_path: Path, target: str) -> None:
     checkpoint(tmp_path / "linked", "dcp")
     data = next((tmp_path / "linked").glob("*.distcp"))
-    place = tmp_path / target
-    place.parent.mkdir(parents=True, exist_ok=True)
-    data.rename(place)
-    data.symlink_to(place)
+    outside = tmp_path / target
+    outside.parent.mkdir(parents=True, exist_ok=True)
+    data.rename(outside)
+    data.symlink_to(outside)
     with pytest.raises(CheckpointError, match=r"a link to .*: expected a file in the checkpoint's directory"):
         open_checkpoint(tmp_path / "linked")

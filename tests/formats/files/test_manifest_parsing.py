@@ -53,8 +53,8 @@ mangled = st.fixed_dictionaries(
     {"dtype": st.sampled_from(["float32", "int8", "x", 1]), "shape": sizes, "chunks": chunks}
 )
 incomplete = st.sampled_from([{key: GOOD[key] for key in GOOD if key != left_out} for left_out in GOOD])
-kinds = st.lists(st.just(GOOD) | incomplete | mangled, min_size=1, max_size=2)
-alike = kinds.flatmap(lambda kinds: st.lists(st.sampled_from(kinds), max_size=4))
+entries = st.lists(st.just(GOOD) | incomplete | mangled, min_size=1, max_size=2)
+alike = entries.flatmap(lambda entries: st.lists(st.sampled_from(entries), max_size=4))
 
 
 @examples(300)
@@ -92,10 +92,10 @@ def test_an_entry_that_is_nearly_like_the_one_before_is_refused(
     path: tuple[str | int, ...], value: object, why: str
 ) -> None:
     bad = json.loads(json.dumps(GOOD))
-    place = bad
+    node = bad
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        node = node[key]
+    node[path[-1]] = value
     with pytest.raises(CheckpointError, match=rf"^w: malformed or damaged manifest: .*{why}"):
         parse_manifest(manifest({"a": GOOD, "b": GOOD, "c": bad}), "w")
 
@@ -104,11 +104,11 @@ def test_many_entries_are_what_was_written_and_keep_their_own_checksums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[object] = []
-    one = module._tensor
+    original = module._tensor
 
     def counted(entry: object) -> ManifestTensor:
         checked.append(entry)
-        return one(entry)
+        return original(entry)
 
     monkeypatch.setattr(module, "_tensor", counted)
     tensors = {}
@@ -134,8 +134,8 @@ USUAL = manifest({"a.b": ONE, "c": OTHER, "e": {**ONE, "chunks": [[[0, 0], [4, 3
 def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     def parsed() -> object:
         try:
-            found = parse_manifest(data, "w")
-            return list(found.tensors.items()), found
+            document = parse_manifest(data, "w")
+            return list(document.tensors.items()), document
         except CheckpointError as error:
             return str(error)
 
@@ -202,9 +202,9 @@ def test_any_byte_of_the_usual_form_may_be_another(monkeypatch: pytest.MonkeyPat
 def test_a_chunk_listed_twice_has_its_last_checksum_in_every_entry() -> None:
     twice = {"dtype": "int8", "shape": [2], "chunks": [[[0], [2], "00000001"], [[0], [2], "00000002"]]}
     again = {**twice, "chunks": [[[0], [2], "00000003"], [[0], [2], "00000004"]]}
-    found = parse_manifest(manifest({"a": twice, "b": again}), "w").tensors
-    assert found["a"].chunks == {Box((0,), (2,)): 2}
-    assert found["b"].chunks == {Box((0,), (2,)): 4}
+    tensors = parse_manifest(manifest({"a": twice, "b": again}), "w").tensors
+    assert tensors["a"].chunks == {Box((0,), (2,)): 2}
+    assert tensors["b"].chunks == {Box((0,), (2,)): 4}
 
 
 def test_bytes_beside_the_data_are_the_same_in_pages_and_alone(tmp_path: Path) -> None:

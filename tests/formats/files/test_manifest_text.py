@@ -20,12 +20,12 @@ BOXES = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))
 
 
 def tensors() -> dict[str, ManifestTensor]:
-    one = {
+    alike = {
         f'layers.{k} "é" %08x {{}}': ManifestTensor("float32", (2, 3), {BOXES[0]: 0xFFFFFFFF >> k})
         for k in range(5)
     }
     return {
-        **one,
+        **alike,
         "two": ManifestTensor("float32", (4, 3), {BOXES[0]: 1, BOXES[1]: 0}),
         "back": ManifestTensor("float32", (4, 3), {BOXES[1]: 2, BOXES[0]: 3}),
         "half": ManifestTensor("float32", (4, 3), {BOXES[1]: 4}),

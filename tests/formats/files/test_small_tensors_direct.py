@@ -107,8 +107,8 @@ def test_many_at_once_in_any_order_are_what_each_is(format: str, sources: dict[s
             if round % 3:
                 rng.shuffle(names)
             memory = [bytearray(reader.tensors[name].nbytes + (rng.random() < 0.1)) for name in names]
-            found = reader.read_into(list(zip(names, map(memoryview, memory), strict=True)))
-            for name, filled, sums in zip(names, memory, found, strict=True):
+            checksums = reader.read_into(list(zip(names, map(memoryview, memory), strict=True)))
+            for name, filled, sums in zip(names, memory, checksums, strict=True):
                 fits = len(filled) == reader.tensors[name].nbytes and len(reader.tensors[name].chunks) == 1
                 assert (sums is not None) == fits
                 assert sums is None or bytes(filled) == reader.read(name).tobytes()
@@ -133,9 +133,9 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
             parts = tuple(memoryview(bytearray(rng.randrange(1, 90))) for _ in range(rng.choice([1, 1, 2])))
             pieces.append(Span(rng.choice(["a", "a", "a", "b"]), at, parts))
             at += sum(map(len, parts))
-        found = files.read_into(pieces)
-        assert len(found) == len(pieces)
-        for piece, read in zip(pieces, found, strict=True):
+        were_read = files.read_into(pieces)
+        assert len(were_read) == len(pieces)
+        for piece, read in zip(pieces, were_read, strict=True):
             if piece is None:
                 assert not read
                 continue
@@ -237,12 +237,12 @@ def test_readers_of_other_readers_ask_for_the_right_tensor(tmp_path: Path) -> No
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file by its name, but for the random ones of OCDBT, its time and its identity."""
-    found = {}
+    files = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.name not in ("manifest.ocdbt", "_CHECKPOINT_METADATA", MANIFEST_FILE):
             name = str(file.relative_to(path))
-            found["d" if "/d/" in f"/{name}" else name] = file.read_bytes()
-    return found
+            files["d" if "/d/" in f"/{name}" else name] = file.read_bytes()
+    return files
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(FORMATS, FORMATS)))
@@ -269,7 +269,7 @@ def test_both_ways_write_the_same_files(
     if b == "orbax":
         # The node behind the values names the file, at random.
         direct["d"], general["d"] = (
-            found["d"][: found["d"].rindex(b"\x0c\xdb\x20\xde")] for found in (direct, general)
+            written["d"][: written["d"].rindex(b"\x0c\xdb\x20\xde")] for written in (direct, general)
         )
     assert direct == general
 
@@ -383,12 +383,12 @@ def test_a_large_chunk_is_not_taken(format: str, tmp_path: Path) -> None:
 
 def test_a_reader_that_lends_otherwise_reads_into_memory_otherwise() -> None:
     """One that inherits the second alone would give elements of the tensor below it, renamed or still quantized."""
-    found = 0
+    count = 0
     for file in (ROOT / "bridge").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
                 if "lend" in methods:
-                    found += 1
+                    count += 1
                     assert "read_into" in methods, f"{file}: {node.name} has lend, and no read_into"
-    assert found >= 9
+    assert count >= 9

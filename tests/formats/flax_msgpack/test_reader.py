@@ -55,9 +55,9 @@ def written(path: Path, content: Any) -> Path:
 
 
 def test_each_leaf_is_what_flax_restores(tmp_path: Path) -> None:
-    place = written(tmp_path / "a.msgpack", tree())
-    restored = flax.serialization.msgpack_restore(place.read_bytes())
-    with open_checkpoint(place) as reader:
+    path = written(tmp_path / "a.msgpack", tree())
+    restored = flax.serialization.msgpack_restore(path.read_bytes())
+    with open_checkpoint(path) as reader:
         assert reader.format == "msgpack"
         assert [*reader.tensors, *reader.objects] != []
         for name, value in restored.items():
@@ -70,8 +70,8 @@ def test_each_leaf_is_what_flax_restores(tmp_path: Path) -> None:
             "flag": True,
             "complex": 1 + 2j,
         }
-        kinds = reader.kinds  # type: ignore[attr-defined]
-        assert kinds == {
+        leaf_kinds = reader.kinds  # type: ignore[attr-defined]
+        assert leaf_kinds == {
             **dict.fromkeys(("step", "rate", "flag"), "scalar"),
             "none": "None",
             "nothing": "Dict",
@@ -83,10 +83,10 @@ def test_each_leaf_is_what_flax_restores(tmp_path: Path) -> None:
 def test_arrays_in_chunks_are_read_by_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)
     expected = tree()
-    place = written(tmp_path / "a.msgpack", expected)
-    assert b"__msgpack_chunked_array__" in place.read_bytes()
+    path = written(tmp_path / "a.msgpack", expected)
+    assert b"__msgpack_chunked_array__" in path.read_bytes()
     rng = np.random.default_rng(1)
-    with open_checkpoint(place) as reader:
+    with open_checkpoint(path) as reader:
         assert same_bits(reader.read("x"), expected["x"])
         for _ in range(100):
             offsets = tuple(int(rng.integers(0, n + 1)) for n in (13, 17))
@@ -95,8 +95,8 @@ def test_arrays_in_chunks_are_read_by_box(tmp_path: Path, monkeypatch: pytest.Mo
                 tuple(int(rng.integers(0, n - o + 1)) for n, o in zip((13, 17), offsets, strict=True)),
             )
             assert np.array_equal(reader.read("x", box), expected["x"][box.slices()])
-    convert(place, tmp_path / "b")
-    assert diff(place, tmp_path / "b").max_ulp == 0
+    convert(path, tmp_path / "b")
+    assert diff(path, tmp_path / "b").max_ulp == 0
 
 
 class Model(nn.Module):
@@ -132,11 +132,11 @@ def test_a_train_state_goes_on_from_orbax_as_it_would_have(tmp_path: Path) -> No
     assert verify(tmp_path / "b").good
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "b", state)
-    expected, found = step(state), step(restored)
-    assert jax.tree.structure(expected) == jax.tree.structure(found)
+    expected, resumed = step(state), step(restored)
+    assert jax.tree.structure(expected) == jax.tree.structure(resumed)
     assert all(
         same_bits(np.asarray(a), np.asarray(b))
-        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(resumed), strict=True)
     )
 
 
@@ -146,8 +146,8 @@ def test_numbers_are_positions_in_the_optimizers_state_and_keys_in_weights(tmp_p
         "params": weights,
         "opt_state": {"0": {"count": 1, "mu": weights}, "1": {}, "2": {"0": {"nu": weights}}},
     }
-    place = written(tmp_path / "a.msgpack", content)
-    with open_checkpoint(place) as reader:
+    path = written(tmp_path / "a.msgpack", content)
+    with open_checkpoint(path) as reader:
         paths = {info.path for info in reader.tensors.values()} | set(reader.object_paths.values())
     assert paths == {
         *(("params", "blocks", k, "w") for k in "01"),
@@ -159,11 +159,11 @@ def test_numbers_are_positions_in_the_optimizers_state_and_keys_in_weights(tmp_p
 
 
 def test_a_dtype_that_no_checkpoint_has_is_named(tmp_path: Path) -> None:
-    place = written(tmp_path / "a.msgpack", {"u4": np.asarray(jnp.ones(3, jnp.uint4)), "w": np.ones(2)})
+    path = written(tmp_path / "a.msgpack", {"u4": np.asarray(jnp.ones(3, jnp.uint4)), "w": np.ones(2)})
     with pytest.raises(CheckpointError, match=r"'u4' \('uint4', which is no dtype known here\)"):
-        convert(place, tmp_path / "b")
-    convert(place, tmp_path / "b", selection=Selection(drop=("u4",)))
-    assert verify(place).unread == ("u4",)
+        convert(path, tmp_path / "b")
+    convert(path, tmp_path / "b", selection=Selection(drop=("u4",)))
+    assert verify(path).unread == ("u4",)
 
 
 def test_a_hub_folder_and_its_shards(tmp_path: Path) -> None:

@@ -122,21 +122,21 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
 
 def test_each_flip_is_found_or_changes_nothing(saved: Path, tmp_path: Path) -> None:
     data = saved.read_bytes()
-    found = 0
-    for place in range(5, len(data), max(1, len(data) // 60)):
+    detected = 0
+    for offset in range(5, len(data), max(1, len(data) // 60)):
         flipped = bytearray(data)
-        flipped[place] ^= 1 << place % 8
+        flipped[offset] ^= 1 << offset % 8
         (tmp_path / "a.npz").write_bytes(flipped)
         try:
             convert(tmp_path / "a.npz", tmp_path / "b", to="dcp", replace=True)
         except CheckpointError:
-            found += 1
+            detected += 1
             assert not verify(tmp_path / "a.npz").good
         else:
             with open_checkpoint(tmp_path / "b") as reader:
                 values = sorted(reader.read(name).tobytes() for name in reader.tensors)
             assert values == sorted(native(array).tobytes() for array in arrays().values())
-    assert found > 40
+    assert detected > 40
 
 
 @pytest.mark.parametrize("name", ["empty", "scalar"])
@@ -246,9 +246,9 @@ def test_a_folder_with_one_archive_and_one_without_its_usual_name(tmp_path: Path
     (tmp_path / "m").mkdir()
     np.savez(tmp_path / "m" / "a.npz", w=values)
     (tmp_path / "other").write_bytes((tmp_path / "m" / "a.npz").read_bytes())
-    for place in (tmp_path / "m", tmp_path / "other"):
-        assert inspect(place).format == "npz"
-        with open_checkpoint(place) as reader:
+    for path in (tmp_path / "m", tmp_path / "other"):
+        assert inspect(path).format == "npz"
+        with open_checkpoint(path) as reader:
             assert same_bits(reader.read("w"), values)
 
 

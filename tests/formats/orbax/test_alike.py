@@ -43,10 +43,10 @@ ODD_PATHS = st.lists(ODD_KEYS, max_size=3).map(tuple)
 
 def collide(a: TreePath, b: TreePath) -> bool:
     """Whether Orbax could not tell two leaves apart, or one would be inside of the other."""
-    one, two = tuple(map(str, a)), tuple(map(str, b))
-    shorter = min(len(one), len(two))
-    same = "/".join(one) == "/".join(two) or ".".join(one) == ".".join(two)
-    return same or one[:shorter] == two[:shorter]
+    a_names, b_names = tuple(map(str, a)), tuple(map(str, b))
+    shorter = min(len(a_names), len(b_names))
+    same = "/".join(a_names) == "/".join(b_names) or ".".join(a_names) == ".".join(b_names)
+    return same or a_names[:shorter] == b_names[:shorter]
 
 
 def can_be_leaf(path: TreePath) -> bool:
@@ -106,9 +106,9 @@ def test_numbers_are_written_at_once_as_one_by_one(values: list[int]) -> None:
 @examples(200)
 @given(start=st.binary(max_size=9), a=st.binary(max_size=5), b=st.binary(max_size=5))
 def test_what_two_keys_share_is_their_common_prefix(start: bytes, a: bytes, b: bytes) -> None:
-    one, two = start + a, start + b
-    lengths = [n for n in range(min(len(one), len(two)) + 1) if one[:n] == two[:n]]
-    assert ocdbt._common(one, two) == max(lengths)
+    a_key, b_key = start + a, start + b
+    lengths = [n for n in range(min(len(a_key), len(b_key)) + 1) if a_key[:n] == b_key[:n]]
+    assert ocdbt._common(a_key, b_key) == max(lengths)
 
 
 LAYOUTS = [
@@ -140,15 +140,15 @@ def test_another_array_has_all_that_follows_from_the_shape_and_its_own_keys(layo
 
 
 def plain_tree(
-    arrays: list[TreePath], objects: Mapping[TreePath, object], kinds: Mapping[TreePath, str]
+    arrays: list[TreePath], objects: Mapping[TreePath, object], leaf_kinds: Mapping[TreePath, str]
 ) -> dict[str, Any]:
     """`_METADATA` leaf by leaf, nothing kept between two of them."""
-    leaves = leaves_of(arrays, objects, kinds)
+    leaves = leaves_of(arrays, objects, leaf_kinds)
     types = dict.fromkeys(arrays, "np.ndarray")
     for path in arrays:
-        if key_implementation(kinds.get(path)) is not None:
+        if key_implementation(leaf_kinds.get(path)) is not None:
             types[path] = "jax.Array"
-        elif kinds.get(path) == "scalar":
+        elif leaf_kinds.get(path) == "scalar":
             types[path] = "scalar"
     types |= leaves
     children: defaultdict[TreePath, set[str | int]] = defaultdict(set)
@@ -165,9 +165,9 @@ def plain_tree(
                 {"key": str(key), "key_type": 1 if is_list(path[:depth]) else 2}
                 for depth, key in enumerate(path)
             ],
-            "value_metadata": {"value_type": kind, "skip_deserialize": kind in EMPTY},
+            "value_metadata": {"value_type": value_type, "skip_deserialize": value_type in EMPTY},
         }
-        for path, kind in types.items()
+        for path, value_type in types.items()
     }
     own: dict[str, Any] = {}
     others = {path: value for path, value in objects.items() if path not in leaves}
@@ -205,7 +205,7 @@ def test_the_tree_as_text_is_the_tree_as_objects(leaves: list[tuple[TreePath, ob
     claims = Claims("what")
     arrays: list[TreePath] = []
     objects: dict[TreePath, object] = {}
-    kinds: dict[TreePath, str] = {}
+    leaf_kinds: dict[TreePath, str] = {}
     for path, content in leaves:
         try:
             claims.add(path)
@@ -213,12 +213,12 @@ def test_the_tree_as_text_is_the_tree_as_objects(leaves: list[tuple[TreePath, ob
             continue
         if content in ("array", "key<rbg>", "scalar"):
             arrays.append(path)
-            kinds |= {} if content == "array" else {path: str(content)}
+            leaf_kinds |= {} if content == "array" else {path: str(content)}
         else:
             objects[path] = content
-            kinds |= {path: "string"} if content == "string" else {}
-    text = render_tree(arrays, objects, kinds)
-    assert text == json.dumps(plain_tree(arrays, objects, kinds))
+            leaf_kinds |= {path: "string"} if content == "string" else {}
+    text = render_tree(arrays, objects, leaf_kinds)
+    assert text == json.dumps(plain_tree(arrays, objects, leaf_kinds))
     tree = parse_tree(json.loads(text), "what")
     assert (set(tree.arrays), {*tree.objects, *tree.strings}) == (set(arrays), set(objects))
 

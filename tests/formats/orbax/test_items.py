@@ -78,11 +78,11 @@ def test_items_come_back_as_stock_orbax_restores_them(run: Path, tmp_path: Path,
     with ocp.CheckpointManager(tmp_path / "back", item_names=("params", "opt_state")) as manager:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in expected.items()}
         restored = manager.restore(11, args=ocp.args.Composite(**items))
-    found = {name: restored[name] for name in expected}
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert all(same_bits(a, b) for a, b in zip(leaves(found), leaves(expected), strict=True))
+    chosen = {name: restored[name] for name in expected}
+    assert jax.tree.structure(chosen) == jax.tree.structure(expected)
+    assert all(same_bits(a, b) for a, b in zip(leaves(chosen), leaves(expected), strict=True))
     # A step with what was restored.
-    updates, _ = OPTIMIZER.update(params(1), found["opt_state"], found["params"])
+    updates, _ = OPTIMIZER.update(params(1), chosen["opt_state"], chosen["params"])
     others, _ = OPTIMIZER.update(params(1), expected["opt_state"], expected["params"])
     assert all(same_bits(a, b) for a, b in zip(leaves(updates), leaves(others), strict=True))
 
@@ -158,11 +158,11 @@ def test_what_is_no_item_is_named(run: Path, tmp_path: Path) -> None:
 def test_items_of_two_checkpoints_that_have_none_are_refused(command: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         np.savez(tmp_path / f"{name}.npz", w=np.ones(3))
-    found = CliRunner().invoke(
+    done = CliRunner().invoke(
         app, [command, str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--item", "params"]
     )
-    assert found.exit_code == 2
-    assert found.output == (
+    assert done.exit_code == 2
+    assert done.output == (
         f"error: {tmp_path}/a.npz: expected a checkpoint of several items (--item), found one of npz\n"
     )
 

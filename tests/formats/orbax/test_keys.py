@@ -64,18 +64,18 @@ def typed_v0(path: Path, target: Any) -> Any:
         return checkpointer.restore(path, target)
 
 
-def assert_same_keys(found: Any, expected: Any) -> None:
-    def check(one: Any, other: Any) -> None:
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
+def assert_same_keys(actual: Any, expected: Any) -> None:
+    def check(key: Any, other: Any) -> None:
+        assert key.dtype == other.dtype
+        assert key.shape == other.shape
         if jax.dtypes.issubdtype(other.dtype, jax.dtypes.prng_key):
-            assert str(jax.random.key_impl(one)) == str(jax.random.key_impl(other))
-            first, second = (key.reshape(-1)[0] for key in (one, other))
+            assert str(jax.random.key_impl(key)) == str(jax.random.key_impl(other))
+            first, second = (typed.reshape(-1)[0] for typed in (key, other))
             assert np.array_equal(jax.random.uniform(first, (3,)), jax.random.uniform(second, (3,)))
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        assert np.array_equal(one, other)
+            key, other = jax.random.key_data(key), jax.random.key_data(other)
+        assert np.array_equal(key, other)
 
-    jax.tree.map(check, found, expected)
+    jax.tree.map(check, actual, expected)
 
 
 @pytest.mark.parametrize("formats", THROUGH, ids="-".join)
@@ -160,21 +160,22 @@ two = "net/noise : {two}"
 """
 
 
-@pytest.mark.parametrize(("one", "two"), [("i x", "i x"), ("i x", "x i")])
-def test_a_mapping_may_rename_keys_but_not_rearrange_them(tmp_path: Path, one: str, two: str) -> None:
+@pytest.mark.parametrize(("source_axes", "target_axes"), [("i x", "i x"), ("i x", "x i")])
+def test_a_mapping_may_rename_keys_but_not_rearrange_them(
+    tmp_path: Path, source_axes: str, target_axes: str
+) -> None:
     net = {"w": np.ones((2, 3), np.float32), "rng": jax.random.split(jax.random.key(3), 2)}
     stock_save(tmp_path / "source", {"params": {"net": net}})
-    (tmp_path / "table.toml").write_text(_TABLE.format(one=one, two=two))
+    (tmp_path / "table.toml").write_text(_TABLE.format(one=source_axes, two=target_axes))
 
     def run() -> None:
         convert(
             tmp_path / "source", tmp_path / "out", to="orbax", mapping=tmp_path / "table.toml", into="two"
         )
 
-    if one == two:
+    if source_axes == target_axes:
         run()
-        found = typed_v0(tmp_path / "out", None)["params"]["net"]["noise"]
-        assert_same_keys(found, net["rng"])
+        assert_same_keys(typed_v0(tmp_path / "out", None)["params"]["net"]["noise"], net["rng"])
         return
     with pytest.raises(
         CheckpointError, match=r"tensor 'params/net/rng': .*typed PRNG keys.*--drop 'params/net/rng'"

@@ -46,8 +46,8 @@ def write(path: Path, values: dict[str, bytes]) -> None:
     record.close()
 
 
-def fill(place: Place, data: bytes) -> None:
-    place.file.write(place.offset, data)
+def fill(reserved: Place, data: bytes) -> None:
+    reserved.file.write(reserved.offset, data)
 
 
 def all_of(store: ts.KvStore) -> dict[str, bytes]:
@@ -68,12 +68,12 @@ def test_tensorstore_reads_any_keys_and_values(
     path = tmp_path_factory.mktemp("store")
     write(path, values)
     assert all_of(stored(path)) == values
-    places, inline = values_in_ocdbt(path, "store")
+    locations, inline = values_in_ocdbt(path, "store")
     assert inline == {key: value for key, value in values.items() if len(value) <= 1024}
-    assert set(places) == set(values) - set(inline)
-    found = StoredValues(path, places)
-    for key in places:
-        assert found.read(key) == values[key]
+    assert set(locations) == set(values) - set(inline)
+    stored_values = StoredValues(path, locations)
+    for key in locations:
+        assert stored_values.read(key) == values[key]
 
 
 def test_tensorstore_can_go_on_with_a_store_made_here(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_tensorstore_can_go_on_with_a_store_made_here(tmp_path: Path) -> None:
 def test_values_written_in_parts_and_in_any_order(tmp_path: Path) -> None:
     record = ChunkRecord(tmp_path)
     writer = OcdbtWriter(tmp_path / "s", record.open)
-    places = {key: writer.reserve(key, length) for key, length in (("b", 3000), ("a", 10), ("c", 1))}
-    fill(places["c"], b"!")
-    places["b"].file.write_parts(places["b"].offset + 1000, [b"2" * 1500, b"2" * 500])
-    fill(places["a"], b"0123456789")
-    fill(places["b"], b"1" * 1000)
+    reserved = {key: writer.reserve(key, length) for key, length in (("b", 3000), ("a", 10), ("c", 1))}
+    fill(reserved["c"], b"!")
+    reserved["b"].file.write_parts(reserved["b"].offset + 1000, [b"2" * 1500, b"2" * 500])
+    fill(reserved["a"], b"0123456789")
+    fill(reserved["b"], b"1" * 1000)
     writer.finish(record.sync)
     record.close()
     assert all_of(stored(tmp_path / "s")) == {"a": b"0123456789", "b": b"1" * 1000 + b"2" * 2000, "c": b"!"}
@@ -116,10 +116,10 @@ def test_a_store_of_several_levels_and_stores_joined_by_reference(tmp_path: Path
     transaction.commit_async().result()
     base = ts.KvStore.open(f"file://{tmp_path}/").result()
     assert ts.ocdbt.dump(base).result()["versions"][-1]["root_height"] > 1
-    places, _ = values_in_ocdbt(tmp_path, "store")
-    assert set(places) == {key for key, value in expected.items() if len(value) > 3}
-    values = StoredValues(tmp_path, places)
-    for key in places:
+    locations, _ = values_in_ocdbt(tmp_path, "store")
+    assert set(locations) == {key for key, value in expected.items() if len(value) > 3}
+    values = StoredValues(tmp_path, locations)
+    for key in locations:
         assert values.read(key) == expected[key]
 
 
@@ -160,8 +160,8 @@ def test_references_that_lead_out_of_the_store_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     write(tmp_path / "s", {"k": b"x" * 2000})
-    found, _ = values_in_ocdbt(tmp_path / "s", "s")
-    assert list(found) == ["k"]
+    locations, _ = values_in_ocdbt(tmp_path / "s", "s")
+    assert list(locations) == ["k"]
     dump = ts.ocdbt.dump
 
     class Node:
@@ -197,13 +197,13 @@ def hostile_tree(item: Path, levels: int, fan: int, spellings: tuple[str, ...]) 
     for height in range(1, levels + 1):
         lengths = [0] * (fan - 1), [3] * fan, [3] * fan
         files = [k % len(spellings) for k in range(fan)]
-        places = files, [child[0]] * fan, [child[1]] * fan, [1] * fan, [100] * fan, [0] * fan
+        columns = files, [child[0]] * fan, [child[1]] * fan, [1] * fan, [100] * fan, [0] * fan
         body = b"".join(
             (
                 bytes([height]) + table + ocdbt._varint(fan),
                 *map(ocdbt._varints, lengths),
                 *keys,
-                *map(ocdbt._varints, places),
+                *map(ocdbt._varints, columns),
             )
         )
         node = struct.pack(">I", ocdbt._NODE_MAGIC) + struct.pack("<Q", 18 + len(body)) + b"\0\0" + body
@@ -267,15 +267,15 @@ def nodes_of(path: Path) -> list[tuple[bytes, Any]]:
     """The bytes of every node of a store, and what tensorstore finds in it."""
     base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
     left = [ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]]
-    found = []
+    nodes = []
     while left:
         location = left.pop()
         _, folder, file, start, size = location.split(":")
         content = (path / unquote(folder + file)).read_bytes()[int(start) : int(start) + int(size)]
         node = ts.ocdbt.dump(base, location).result()
-        found.append((content, node))
+        nodes.append((content, node))
         left += [entry["location"] for entry in node["entries"] if "location" in entry]
-    return found
+    return nodes
 
 
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}])
@@ -351,11 +351,11 @@ def test_a_node_that_is_longer_than_its_file_is_refused(
     dump = ts.ocdbt.dump
 
     def stretched(base: Any, *location: str) -> Any:
-        found = dump(base, *location).result()
+        dumped = dump(base, *location).result()
         if not location:
-            root = found["versions"][-1]["root"]
+            root = dumped["versions"][-1]["root"]
             root["location"] = ":".join((*root["location"].split(":")[:4], size))
-        return SimpleNamespace(result=lambda: found)
+        return SimpleNamespace(result=lambda: dumped)
 
     monkeypatch.setattr(ts.ocdbt, "dump", stretched)
     with pytest.raises(CheckpointError, match=rf"is truncated: expected at least {size} bytes \(for a node"):

@@ -115,9 +115,9 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.each_value
 @pytest.mark.optimized  # else arrays that are cut on the device lose the bits of some bfloat16 NaNs
 @pytest.mark.usefixtures("paths")
-@pytest.mark.parametrize("kind", SAVES)
-def test_what_stock_orbax_saved_is_read_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    SAVES[kind](tmp_path / "c", mixed_tree())
+@pytest.mark.parametrize("layout", SAVES)
+def test_what_stock_orbax_saved_is_read_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    SAVES[layout](tmp_path / "c", mixed_tree())
     assert_reads(tmp_path / "c", arrays())
 
 
@@ -216,11 +216,11 @@ def test_objects_with_half_a_character_are_refused_by_name(tmp_path: Path, value
         OrbaxReader(tmp_path / "c")
 
 
-@pytest.mark.parametrize("kind", ["array", "object"])
-def test_names_with_half_a_character_are_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("leaf_type", ["array", "object"])
+def test_names_with_half_a_character_are_refused(tmp_path: Path, leaf_type: str) -> None:
     stock_save(tmp_path / "c", {"w": np.ones(3)})
     tree = json.loads((tmp_path / "c" / "_METADATA").read_text())
-    if kind == "array":
+    if leaf_type == "array":
         tree["tree_metadata"]["x"] = _entry(key_metadata=[{"key": "\ud800", "key_type": 2}])
     else:
         tree["custom_metadata"] = {"twinshard": {"objects": {"x": 1}, "paths": {"x": ["\ud800"]}}}
@@ -307,14 +307,14 @@ def test_old_metadata_that_does_not_name_its_store_is_understood(tmp_path: Path,
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize("kind", ["files zarr2", "files zarr3", "ocdbt zarr3", "v0"])
-def test_a_missing_chunk_is_an_error_and_never_zeros(tmp_path: Path, kind: str, zeros: bool) -> None:
+@pytest.mark.parametrize("layout", ["files zarr2", "files zarr3", "ocdbt zarr3", "v0"])
+def test_a_missing_chunk_is_an_error_and_never_zeros(tmp_path: Path, layout: str, zeros: bool) -> None:
     value = np.zeros((16, 12), np.float32) if zeros else random_bits((16, 12), F32, 1)
-    SAVES[kind](tmp_path / "c", {"w": sharded(value, "a", "b"), "v": value})
-    if kind.startswith("files"):
-        (tmp_path / "c" / "w" / ("1.2" if kind == "files zarr2" else "c/1/2")).unlink()
+    SAVES[layout](tmp_path / "c", {"w": sharded(value, "a", "b"), "v": value})
+    if layout.startswith("files"):
+        (tmp_path / "c" / "w" / ("1.2" if layout == "files zarr2" else "c/1/2")).unlink()
     else:
-        ocdbt(tmp_path / "c").write("w/1.2" if kind == "v0" else "w/c/1/2", None).result()
+        ocdbt(tmp_path / "c").write("w/1.2" if layout == "v0" else "w/c/1/2", None).result()
     with pytest.raises(
         CheckpointError, match=r"'w': expected 8 stored chunks, but chunk w/(1\.2|c/1/2) is missing"
     ):
@@ -355,11 +355,11 @@ def test_a_missing_manifest_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("paths")
-@pytest.mark.parametrize("kind", ["files zarr2", "files zarr2 raw", "files zarr3", "files zarr3 raw"])
-def test_a_truncated_chunk_is_an_error(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("layout", ["files zarr2", "files zarr2 raw", "files zarr3", "files zarr3 raw"])
+def test_a_truncated_chunk_is_an_error(tmp_path: Path, layout: str) -> None:
     value = random_bits((16, 12), F32, 1)
-    SAVES[kind](tmp_path / "c", {"w": value})
-    file = tmp_path / "c" / "w" / ("0.0" if "zarr2" in kind else "c/0/0")
+    SAVES[layout](tmp_path / "c", {"w": value})
+    file = tmp_path / "c" / "w" / ("0.0" if "zarr2" in layout else "c/0/0")
     data = file.read_bytes()
     for length in (0, 1, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:length])
@@ -381,8 +381,8 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
     file, position = data_file(tmp_path / "c", value[32:].tobytes())
     box = Box((33, 2), (2, 5))
     size = 32 * 32 * 4
-    for place in (0, 1000, size - 1, size, size + 3, size + 4, size + 19, size + 23):
-        flip_bit(file, position + place, place % 8)
+    for offset in (0, 1000, size - 1, size, size + 3, size + 4, size + 19, size + 23):
+        flip_bit(file, position + offset, offset % 8)
         with OrbaxReader(tmp_path / "c") as reader:
             assert_same_bits(reader.read("w", Box((1, 2), (2, 5))), value[1:3, 2:7])
             for asked in (box, Box((32, 0), (32, 32))):
@@ -394,10 +394,10 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
             # A whole chunk is compared in the memory that it is read into, also among others.
             with pytest.raises(CheckpointError, match="'w/c/1/0'"):
                 reader.read("w")
-        if place < size:
+        if offset < size:
             with OrbaxReader(tmp_path / "c", verify=False) as reader:
                 assert reader.read("w", box).shape == (2, 5)
-        flip_bit(file, position + place, place % 8)
+        flip_bit(file, position + offset, offset % 8)
     assert_reads(tmp_path / "c", {"w": value})
 
 
@@ -573,9 +573,9 @@ def test_threads_may_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_opening_detects_every_stock_layout_as_orbax(tmp_path: Path) -> None:
-    for kind in ("v0", "v1", "manager", "composite"):
-        SAVES[kind](tmp_path / kind, {"w": np.ones(2)})
-        with open_checkpoint(tmp_path / kind) as reader:
+    for layout in ("v0", "v1", "manager", "composite"):
+        SAVES[layout](tmp_path / layout, {"w": np.ones(2)})
+        with open_checkpoint(tmp_path / layout) as reader:
             assert reader.format == "orbax"
             assert reader.read("w").sum() == 2
 
@@ -647,18 +647,18 @@ def test_chunks_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "_strings.json"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "huge", "elsewhere"])
+@pytest.mark.parametrize("file_type", ["fifo", "device", "huge", "elsewhere"])
 def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
-    tmp_path: Path, name: str, kind: str
+    tmp_path: Path, name: str, file_type: str
 ) -> None:
     stock_save(tmp_path / "c", {"w": np.ones(3), "text": "hello"})
     path = tmp_path / "c" / name
     os.rename(path, tmp_path / "elsewhere")
-    if kind == "fifo":
+    if file_type == "fifo":
         os.mkfifo(path)
-    elif kind == "device":
+    elif file_type == "device":
         path.symlink_to("/dev/zero")
-    elif kind == "huge":
+    elif file_type == "huge":
         with open(path, "wb") as file:
             file.truncate(200 << 30)
     else:
@@ -702,9 +702,9 @@ def test_what_tensorstore_reads_whole_has_a_size_that_it_can_have(
 def test_values_in_the_index_have_a_size_that_they_can_have(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {key: Place("d/x", 0, 1 << 40)}
+    locations = {key: Place("d/x", 0, 1 << 40)}
     stock_save(tmp_path / "c", {"w": np.ones((4, 3), np.float32)}, use_ocdbt=True, use_zarr3=False)
-    monkeypatch.setattr("bridge.core.formats.orbax.reader.values_in_ocdbt", lambda *_: (places, {}))
+    monkeypatch.setattr("bridge.core.formats.orbax.reader.values_in_ocdbt", lambda *_: (locations, {}))
     with pytest.raises(CheckpointError, match=r"expected at most \d+ bytes .*, got 1099511627776"):
         OrbaxReader(tmp_path / "c")
 
@@ -734,9 +734,9 @@ def test_chunks_inside_of_shards_are_counted_over_all_arrays(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["w/0", "w/.zarray", "v/0"])
-@pytest.mark.parametrize("kind", ["link", "fifo"])
+@pytest.mark.parametrize("file_type", ["link", "fifo"])
 def test_files_of_arrays_lie_in_the_checkpoint_compressed_or_not(
-    tmp_path: Path, name: str, kind: str
+    tmp_path: Path, name: str, file_type: str
 ) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -744,7 +744,7 @@ def test_files_of_arrays_lie_in_the_checkpoint_compressed_or_not(
     assert json.loads((tmp_path / "c" / "w" / ".zarray").read_text())["compressor"] is not None
     path = tmp_path / "c" / name
     os.rename(path, tmp_path / "elsewhere")
-    if kind == "fifo":
+    if file_type == "fifo":
         os.mkfifo(path)
     else:
         path.symlink_to(tmp_path / "elsewhere")

@@ -127,20 +127,20 @@ def test_stock_orbax_restores_a_copy_into_the_same_target(
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(copy, target)
-    for found in (restored, v1.load(copy, target)):
-        assert structure(found) == structure(tree)
-        jax.tree.map(np.testing.assert_array_equal, found, tree)
-    expected, found = (stock_restore_v0(path) for path in (tmp_path / "source", copy))
-    assert structure(found) == structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for loaded in (restored, v1.load(copy, target)):
+        assert structure(loaded) == structure(tree)
+        jax.tree.map(np.testing.assert_array_equal, loaded, tree)
+    expected, loaded = (stock_restore_v0(path) for path in (tmp_path / "source", copy))
+    assert structure(loaded) == structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
 @pytest.mark.parametrize("formats", THROUGH, ids="-".join)
 def test_numbers_and_text_of_python_come_back_as_such(tmp_path: Path, formats: tuple[str, ...]) -> None:
     copy = copied(tmp_path, with_values(), formats)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        expected, found = checkpointer.restore(tmp_path / "source"), checkpointer.restore(copy)
-    assert repr(jax.tree.map(_plain, found)) == repr(jax.tree.map(_plain, expected))
+        expected, loaded = checkpointer.restore(tmp_path / "source"), checkpointer.restore(copy)
+    assert repr(jax.tree.map(_plain, loaded)) == repr(jax.tree.map(_plain, expected))
     with open_checkpoint(tmp_path / "source") as reader, open_checkpoint(copy) as other:
         assert dict(reader.objects) == dict(other.objects)
         assert reader.object_paths == other.object_paths

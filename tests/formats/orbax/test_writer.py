@@ -108,12 +108,12 @@ def test_stock_orbax_restores_onto_any_number_of_devices(tmp_path: Path, devices
     }
     if api == "v0":
         with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore(tmp_path / "c", target)
+            restored = checkpointer.restore(tmp_path / "c", target)
     else:
-        found = v1.load(tmp_path / "c", target)
-    for name, value in found.items():
+        restored = v1.load(tmp_path / "c", target)
+    for name, value in restored.items():
         assert value.sharding == target[name].sharding
-    assert_same_tree(found, tree)
+    assert_same_tree(restored, tree)
 
 
 def test_checkpoint_manager_lists_and_restores_a_step_written_in_v1_layout(tmp_path: Path) -> None:
@@ -235,13 +235,13 @@ def test_an_object_that_json_would_change_is_refused(tmp_path: Path, value: obje
 def test_leaves_that_orbax_or_a_name_cannot_tell_apart_are_refused(
     tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
 ) -> None:
-    for kind in ("tensor", "object"):
+    for leaf_type in ("tensor", "object"):
         with OrbaxWriter(tmp_path / "c") as writer:
             writer.add_tensor(first, (1,), F32)
             add = {
                 "tensor": partial(writer.add_tensor, second, (1,), F32),
                 "object": partial(writer.add_object, second, 1),
-            }[kind]
+            }[leaf_type]
             with pytest.raises(CheckpointError, match="collide"):
                 add()
             writer.abort()
@@ -267,13 +267,13 @@ def test_lists_with_a_gap_become_dicts_that_stock_orbax_can_restore(tmp_path: Pa
         assert_same_tree(restore(tmp_path / "c"), expected)
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-def test_an_existing_destination_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("file_type", ["directory", "file", "dangling link"])
+def test_an_existing_destination_is_refused_and_left_alone(tmp_path: Path, file_type: str) -> None:
     path = tmp_path / "c"
-    if kind == "directory":
+    if file_type == "directory":
         path.mkdir()
         (path / "precious").write_text("data")
-    elif kind == "file":
+    elif file_type == "file":
         path.write_text("data")
     else:
         path.symlink_to(tmp_path / "nowhere")
@@ -409,15 +409,15 @@ def test_any_flipped_bit_of_the_data_is_noticed_by_stock_orbax_and_by_us(tmp_pat
     value = np.random.default_rng(3).standard_normal((64, 32)).astype(np.float32)
     write(tmp_path / "c", {"w": value}, {"w": (16, 32)})
     file, position = data_file(tmp_path / "c", value[16:32].tobytes())
-    for place in range(0, 16 * 32 * 4, 177):
-        flip_bit(file, position + place, place % 8)
+    for offset in range(0, 16 * 32 * 4, 177):
+        flip_bit(file, position + offset, offset % 8)
         with OrbaxReader(tmp_path / "c") as reader:
             assert_same_bits(reader.read("w", Box((0, 0), (16, 32))), value[:16])
             with pytest.raises(CheckpointError, match=r"'w'.*(DATA_LOSS|checksum|CRC)"):
                 reader.read("w", Box((17, 3), (1, 1)))
         with pytest.raises(Exception, match=r"DATA_LOSS|CRC|checksum"):
             stock_restore_v0(tmp_path / "c")
-        flip_bit(file, position + place, place % 8)
+        flip_bit(file, position + offset, offset % 8)
     assert_same_tree(stock_restore_v0(tmp_path / "c"), {"w": value})
 
 
@@ -526,7 +526,7 @@ def test_the_metadata_says_what_stock_orbax_says(tmp_path: Path) -> None:
     tree = {"w": np.ones((2, 3), np.float32)}
     stock_save(tmp_path / "stock", tree)
     write(tmp_path / "ours", tree)
-    stock, ours = (json.loads((tmp_path / one / "_METADATA").read_text()) for one in ("stock", "ours"))
+    stock, ours = (json.loads((tmp_path / folder / "_METADATA").read_text()) for folder in ("stock", "ours"))
     assert ours.keys() == stock.keys()
     assert {key: ours[key] for key in ours if key != "tree_metadata"} == {
         key: value for key, value in stock.items() if key != "tree_metadata"

@@ -139,12 +139,12 @@ def test_a_region_across_the_rows_is_read_in_blocks(tmp_path: Path, monkeypatch:
             fill(files, name, start, target, what)  # type: ignore[arg-type] # any SourceFiles
 
         monkeypatch.setattr(source_files.SourceFiles, "fill", noting)
-        found = reader.read("w", Box((30, 0), (10, 1000)))
-    assert same_bits(found, array[30:40, :1000].copy())
+        region = reader.read("w", Box((30, 0), (10, 1000)))
+    assert same_bits(region, array[30:40, :1000].copy())
     assert filled[0][0] == first
     assert filled[-1][1] == first + 9 * 4096 + 4000
     assert all(stop - start <= 4096 * 4 for start, stop in filled)
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(filled))
+    assert all(span[1] <= other[0] for span, other in itertools.pairwise(filled))
     assert len(filled) > 2
 
 
@@ -410,7 +410,7 @@ def test_mutants_of_a_header_are_refused_or_read_as_the_stock_library_does(genui
 
 def random_header(rng: random.Random) -> tuple[bytes, int]:
     """Arrays of few kinds, some named or described as none can be; and the bytes of their data."""
-    kinds = [("F32", [2, 3], 24), ("F32", [2, 3], 24), ("I8", [], 1), ("BF16", [0, 4], 0), ("F4", [4], 2)]
+    specs = [("F32", [2, 3], 24), ("F32", [2, 3], 24), ("I8", [], 1), ("BF16", [0, 4], 0), ("F4", [4], 2)]
     names = [
         "w0",
         "w1",
@@ -424,7 +424,7 @@ def random_header(rng: random.Random) -> tuple[bytes, int]:
     ]
     entries, position = [], 0
     for name in names if rng.random() < 0.2 else names[: rng.randint(1, 8)]:
-        code, shape, size = rng.choice(kinds)
+        code, shape, size = rng.choice(specs)
         wrong = rng.random() < 0.02
         described = json.dumps(entry(code, shape, position, position + size + wrong))
         entries.append(f"{json.dumps(name, ensure_ascii=rng.random() < 0.5)}: {described}")

@@ -209,9 +209,9 @@ def test_objects_and_tree_paths_come_back_from_shards(tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
     with open_checkpoint(tmp_path / "c") as reader:
         assert {name: info.path for name, info in reader.tensors.items()} == names
-        found = {reader.object_paths[name]: value for name, value in reader.objects.items()}
-        assert found == objects
-        assert type(found["train", "betas"]) is tuple
+        by_path = {reader.object_paths[name]: value for name, value in reader.objects.items()}
+        assert by_path == objects
+        assert type(by_path["train", "betas"]) is tuple
         assert all(name == ".".join(reader.object_paths[name]) for name in reader.objects)
     with safe_open(tmp_path / "c" / "model-00002-of-00004.safetensors", "np") as stock:
         assert stock.metadata() | {"twinshard": ""} == {"format": "np", "note": "free text", "twinshard": ""}

@@ -40,8 +40,8 @@ class Bucket:
     def put(self, local: Path, path: str) -> str:
         """Copy a checkpoint into the bucket."""
         for file in [local] if local.is_file() else [p for p in local.rglob("*") if p.is_file()]:
-            place = path if file == local else f"{path}/{file.relative_to(local)}"
-            self.direct.pipe_file(f"{self.name}/{place}", file.read_bytes())
+            key = path if file == local else f"{path}/{file.relative_to(local)}"
+            self.direct.pipe_file(f"{self.name}/{key}", file.read_bytes())
         return self.url(path)
 
 

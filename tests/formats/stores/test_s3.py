@@ -47,9 +47,9 @@ def source(path: Path, format: str, large: int = 3, small: int = 40, rows: int =
     return path
 
 
-def require_same(one: str | Path, other: str | Path) -> None:
-    assert diff(one, other).max_ulp == 0
-    with open_checkpoint(one) as a, open_checkpoint(other) as b:
+def require_same(source: str | Path, other: str | Path) -> None:
+    assert diff(source, other).max_ulp == 0
+    with open_checkpoint(source) as a, open_checkpoint(other) as b:
         assert set(map(repr, a.objects.values())) == set(map(repr, b.objects.values()))
 
 
@@ -100,9 +100,9 @@ def test_five_thousand_tensors_are_few_requests(tmp_path: Path, bucket: Bucket, 
     require_same(local, bucket.url("out"))
 
 
-def faulty(kinds: tuple[Fault, ...], every: int) -> Callable[[Request], Fault | None]:
+def faulty(faults: tuple[Fault, ...], every: int) -> Callable[[Request], Fault | None]:
     """Every so many requests fail, each in the next of these ways."""
-    count, ways = itertools.count(1), itertools.cycle(kinds)
+    count, ways = itertools.count(1), itertools.cycle(faults)
     return lambda request: next(ways) if next(count) % every == 0 else None
 
 

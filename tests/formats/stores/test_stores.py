@@ -39,7 +39,7 @@ class Counting(MemoryFileSystem):
     protocol = "counted"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
-    given: ClassVar[dict[str, int]] = {}
+    served: ClassVar[dict[str, int]] = {}
     fails: ClassVar[set[str]] = set()
 
     @classmethod
@@ -48,7 +48,7 @@ class Counting(MemoryFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         data = super().cat_file(path, start=start, end=end, **kwargs)
-        self.given[path] = self.given.get(path, 0) + len(data)
+        self.served[path] = self.served.get(path, 0) + len(data)
         return data
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Counting]
     monkeypatch.setattr(ranges, "_PAUSE", 0.0)
     fsspec.register_implementation("buckets", Buckets, clobber=True)
     monkeypatch.setattr(Buckets, "hidden", False)
-    for table in (Counting.store, Counting.given, Buckets.store, Buckets.buckets):
+    for table in (Counting.store, Counting.served, Buckets.store, Buckets.buckets):
         table.clear()
     Counting.fails = set()
     Counting.pseudo_dirs[:] = [""]
@@ -188,11 +188,11 @@ def test_conversions_from_url_to_url(tmp_path: Path, store: Counting, format: st
     back = tmp_path / "back"
     convert(out, back, to=format)
     assert diff(local, back).within
-    with open_checkpoint(local) as one, open_checkpoint(back) as other:
-        assert {n: one.read(n).tobytes() for n in one.tensors} == {
+    with open_checkpoint(local) as reader, open_checkpoint(back) as other:
+        assert {n: reader.read(n).tobytes() for n in reader.tensors} == {
             n: other.read(n).tobytes() for n in other.tensors
         }
-        assert dict(one.objects) == dict(other.objects)
+        assert dict(reader.objects) == dict(other.objects)
 
 
 def test_one_safetensors_file_and_its_manifest(tmp_path: Path, store: Counting) -> None:
@@ -213,18 +213,18 @@ def test_only_what_is_needed_is_fetched(tmp_path: Path, store: Counting, format:
     data = max(store.find("bucket/big"), key=lambda name: store.info(name)["size"])
     size = store.info(data)["size"]
     inspect(url)
-    assert store.given.get(data, 0) <= size / 8
-    store.given.clear()
+    assert store.served.get(data, 0) <= size / 8
+    store.served.clear()
     with planned(url, ConvertOptions(selection=Selection(("t3",)))):
-        assert store.given.get(data, 0) <= size / 8
+        assert store.served.get(data, 0) <= size / 8
     convert(url, tmp_path / "part", to="safetensors", selection=Selection(("t3",)))
-    assert 64 * 256 * 4 <= store.given[data] <= size / 3
+    assert 64 * 256 * 4 <= store.served[data] <= size / 3
     with open_checkpoint(url) as reader:
-        store.given.clear()
+        store.served.clear()
         for name in reader.tensors:
             reader.read(name)
             reader.read(name)
-        assert store.given[data] <= size
+        assert store.served[data] <= size
 
 
 def test_what_stock_orbax_compresses_and_shards_is_read(tmp_path: Path, store: Counting) -> None:

@@ -36,8 +36,8 @@ NAME = "model_world_size_{}_rank_{}.pt"
 # On the ranks.
 
 
-def save_ranks(kind: str, path: str) -> dict[str, np.ndarray]:
-    model, optimizer = sharded(kind)
+def save_ranks(strategy: str, path: str) -> dict[str, np.ndarray]:
+    model, optimizer = sharded(strategy)
     torch.save(trees(model, optimizer), Path(path) / NAME.format(dist.get_world_size(), dist.get_rank()))
     dist.barrier()
     return truth(model, optimizer)
@@ -99,12 +99,12 @@ def assert_holds(path: Path, expected: Arrays) -> None:
                 assert same_bits(reader.read(name, box), np.ascontiguousarray(array[1:]))
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 3), ("hsdp", 4), ("fsdp x tp", 4)])
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp2", 3), ("hsdp", 4), ("fsdp x tp", 4)])
 def test_the_files_of_ranks_are_joined_by_their_placements(
-    ranks: RankGroup, tmp_path: Path, kind: str, world: int
+    ranks: RankGroup, tmp_path: Path, strategy: str, world: int
 ) -> None:
     (tmp_path / "d").mkdir()
-    expected, *_ = ranks.run(world, save_ranks, kind, str(tmp_path / "d"))
+    expected, *_ = ranks.run(world, save_ranks, strategy, str(tmp_path / "d"))
     assert_holds(tmp_path / "d", expected)
     report = verify(tmp_path / "d")
     assert report.good
@@ -122,7 +122,7 @@ def test_the_files_of_ranks_are_joined_by_their_placements(
         open_checkpoint(tmp_path / "d")
     # Two files of one rank: of replicas nothing is lost.
     shutil.copy(tmp_path / "d" / NAME.format(world, 0), last)
-    if kind == "hsdp":
+    if strategy == "hsdp":
         assert_holds(tmp_path / "d", expected)
         return
     with pytest.raises(CheckpointError, match=r"what each rank has|is in 0"):
@@ -146,15 +146,15 @@ def test_every_placement_is_where_pytorch_has_it(ranks: RankGroup, tmp_path: Pat
 def test_one_rank_alone_is_listed_and_never_taken_for_the_whole(ranks: RankGroup, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     expected, *_ = ranks.run(4, save_placed, str(tmp_path / "d"))
-    one = tmp_path / "d" / NAME.format(4, 0)
-    summary = inspect(one)
+    rank_file = tmp_path / "d" / NAME.format(4, 0)
+    summary = inspect(rank_file)
     assert {t.name: t.shape for t in summary.tensors} == {n: a.shape for n, a in expected.items()}
     assert {*summary.unreadable} == {*expected} - {"replicas", "scalar"}
     for selection in (Selection(), Selection(weights_only=True)):
         with pytest.raises(CheckpointError, match=r"a piece of a DTensor.*give the folder with all of them"):
-            convert(one, tmp_path / "o", to="dcp", selection=selection)
+            convert(rank_file, tmp_path / "o", to="dcp", selection=selection)
     # Replicas are whole in each file.
-    convert(one, tmp_path / "o", to="dcp", selection=Selection(select=("replicas",)))
+    convert(rank_file, tmp_path / "o", to="dcp", selection=Selection(select=("replicas",)))
     with open_checkpoint(tmp_path / "o") as reader:
         assert same_bits(reader.read("replicas"), expected["replicas"])
 

@@ -313,9 +313,9 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_files_of_other_kinds_are_named(tmp_path: Path, kind: str) -> None:
-    make, message = OTHERS[kind]
+@pytest.mark.parametrize("file_type", OTHERS)
+def test_files_of_other_kinds_are_named(tmp_path: Path, file_type: str) -> None:
+    make, message = OTHERS[file_type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make(tmp_path / "a.pt")
@@ -360,17 +360,17 @@ def test_members_that_overlap_are_refused(saved: Path, tmp_path: Path) -> None:
 
 def test_every_flip_in_a_storage_is_found(saved: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(saved) as archive:
-        places = []
+        offsets = []
         for entry in archive.infolist():
             if "/data/" in entry.filename and entry.file_size:
                 header = entry.header_offset
                 start = header + 30 + sum(struct.unpack_from("<2H", saved.read_bytes(), header + 26))
-                places.append(start + entry.file_size // 2)
-    assert len(places) > 20
+                offsets.append(start + entry.file_size // 2)
+    assert len(offsets) > 20
     data = saved.read_bytes()
-    for place in places:
+    for offset in offsets:
         flipped = bytearray(data)
-        flipped[place] ^= 1
+        flipped[offset] ^= 1
         (tmp_path / "a.pt").write_bytes(flipped)
         with pytest.raises(CheckpointError, match="CRC-32"):
             convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
@@ -391,8 +391,8 @@ def test_shards_of_a_hub_folder_are_one_checkpoint(tmp_path: Path) -> None:
     index = folder / "pytorch_model.bin.index.json"
     weight_map = {name: file for file, names in parts.items() for name in names}
     index.write_text(json.dumps({"metadata": {"total_size": 144}, "weight_map": weight_map}))
-    for place in (folder, index):
-        with open_checkpoint(place) as reader:
+    for path in (folder, index):
+        with open_checkpoint(path) as reader:
             assert {name: reader.read(name).tolist() for name in reader.tensors} == {
                 name: array.tolist() for name, array in arrays.items()
             }

@@ -22,35 +22,35 @@ WINDOW = default_window(STEPS)
 MOST_ALARMS = 6
 
 
-def alarms(kind: str, a: int, b: int) -> int:
+def alarms(noise_name: str, a: int, b: int) -> int:
     """In how many of 50 pairs of equal experiments a difference is found."""
     random = np.random.default_rng(17)
-    found = 0
+    count = 0
     for _ in range(50):
-        runs = noise(kind, a + b, random)
-        found += seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW).p <= 0.05
-    return found
+        runs = noise(noise_name, a + b, random)
+        count += seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW).p <= 0.05
+    return count
 
 
-def noise(kind: str, runs: int, random: np.random.Generator) -> np.ndarray:
+def noise(noise_name: str, runs: int, random: np.random.Generator) -> np.ndarray:
     """Of about unit size: independent, drifting, or with an offset of the whole run, all or its late half."""
     white = random.standard_normal((runs, STEPS))
     offset = random.standard_normal((runs, 1))
-    if kind == "walk":
+    if noise_name == "walk":
         return np.cumsum(white, 1) / np.sqrt(STEPS)
-    if kind == "offset":
+    if noise_name == "offset":
         return 0.5 * white + offset
-    if kind == "late":
+    if noise_name == "late":
         return 0.3 * white + offset * np.clip(2 * np.arange(STEPS) / STEPS - 1, 0, 1)
-    if kind == "shrinking":
+    if noise_name == "shrinking":
         return white * (0.05 + np.exp(-np.arange(STEPS) / 10))
     return white
 
 
-@pytest.mark.parametrize("kind", ["white", "walk", "offset", "late", "shrinking"])
+@pytest.mark.parametrize("noise_name", ["white", "walk", "offset", "late", "shrinking"])
 @pytest.mark.parametrize(("a", "b"), [(3, 3), (3, 1)])
-def test_false_alarms_are_as_rare_as_promised(kind: str, a: int, b: int) -> None:
-    assert alarms(kind, a, b) <= MOST_ALARMS
+def test_false_alarms_are_as_rare_as_promised(noise_name: str, a: int, b: int) -> None:
+    assert alarms(noise_name, a, b) <= MOST_ALARMS
 
 
 def test_false_alarms_of_dealt_labels_are_as_rare_as_promised() -> None:
@@ -66,7 +66,7 @@ def test_p_is_below_alpha_exactly_if_a_stretch_leaves_the_band(a: int, b: int) -
         runs[a:, 90:] += size
         band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
         beyond = band.ratio > band.critical
-        stretch = max(map(len, "".join("x" if one else " " for one in beyond).split()), default=0)
+        stretch = max(map(len, "".join("x" if outside else " " for outside in beyond).split()), default=0)
         assert (stretch >= WINDOW) == (band.p <= 0.05)
         seen.add(stretch >= WINDOW)
     assert seen == {True, False}
@@ -129,9 +129,9 @@ def test_a_small_spread_after_a_large_one_is_not_lost() -> None:
 def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
     random = np.random.default_rng(0)
     free = {}
-    for kind in ("white", "offset", "late"):
-        runs = noise(kind, 6, random)
-        free[kind] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).dof
+    for noise_name in ("white", "offset", "late"):
+        runs = noise(noise_name, 6, random)
+        free[noise_name] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).dof
     assert free["white"] > 15
     assert 4 <= free["offset"] < 7
     assert 4 <= free["late"] < 7

@@ -18,7 +18,7 @@ def call(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("given", "spelled"),
+    ("arguments", "spelled"),
     [
         ("A A2 --against B B2 --metric m", "A A2 --against B --against B2 --metric m"),
         ("--against B B2 --json A", "--against B --against B2 --json A"),
@@ -27,8 +27,8 @@ def call(*arguments: object) -> Result:
         ("A --rtol 1 A2", "A --rtol 1 A2"),
     ],
 )
-def test_all_values_after_against_are_its_own(given: str, spelled: str) -> None:
-    assert spread(given.split()) == spelled.split()
+def test_all_values_after_against_are_its_own(arguments: str, spelled: str) -> None:
+    assert spread(arguments.split()) == spelled.split()
 
 
 def test_verdict_picture_and_status_of_experiments(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_value_that_is_not_finite_on_one_side_is_a_departure(tmp_path: Path) -
     bad = BASE.copy()
     bad[[150, 151, 299]] = np.nan, np.inf, np.nan
     report = single(tmp_path, BASE, bad)
-    assert [(one.kind, one.first, one.last) for one in report.departures] == [
+    assert [(departure.kind, departure.first, departure.last) for departure in report.departures] == [
         ("not finite", 150, 151),
         ("not finite", 299, 299),
     ]

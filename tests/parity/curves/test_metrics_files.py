@@ -30,8 +30,8 @@ def test_json_lines_by_metric(tmp_path: Path) -> None:
         '{"step": 1, "loss": 2.5, "phase": "warm", "ok": true}\n\n'
         '{"step": 3, "loss": 2, "lr": "1e-3"}\n{"step": 2.0, "loss": null, "lr": 0.5}\n'
     )
-    found = read_metrics(written(tmp_path, lines))
-    assert {name: points(series) for name, series in found.items()} == {
+    metrics = read_metrics(written(tmp_path, lines))
+    assert {name: points(series) for name, series in metrics.items()} == {
         "loss": [(1, 2.5), (3, 2.0)],
         "lr": [(2, 0.5), (3, 1e-3)],
     }
@@ -124,5 +124,4 @@ def test_the_metrics_file_of_a_relay_is_read(tmp_path: Path) -> None:
     metrics = Metrics(replace(job, folder=tmp_path))
     metrics.add(4, 3.25, {"weights": {"embed.weight": 1.5}})
     metrics.add(5, float("nan"), {})
-    found = read_metrics(job.metrics)["loss"]
-    assert str(points(found)) == "[(4, 3.25), (5, nan)]"
+    assert str(points(read_metrics(job.metrics)["loss"])) == "[(4, 3.25), (5, nan)]"

@@ -40,8 +40,8 @@ def test_every_scalar_of_a_real_writer_is_read_and_nothing_else(writer: str) -> 
 
 
 def test_tensors_of_double_keep_their_digits() -> None:
-    found = read_metrics(EVENTS / "torch-2.13.0.tfevents")["double"]
-    assert found.values.tolist() == [0.1 * step for step, _ in LOSSES]
+    series = read_metrics(EVENTS / "torch-2.13.0.tfevents")["double"]
+    assert series.values.tolist() == [0.1 * step for step, _ in LOSSES]
 
 
 def test_runs_logged_by_different_writers_compare_equal() -> None:

@@ -33,20 +33,20 @@ FACTS = (
     " background: getComputedStyle(document.body).backgroundColor,"
     " script: document.documentElement.classList.contains('js'), result: (SCRIPT)})"
 ).replace("SCRIPT", SCRIPT)
-found: dict[str, object] = {"messages": [], "alerts": [], "requests": []}
+page_facts: dict[str, object] = {"messages": [], "alerts": [], "requests": []}
 
 
 class Page(QWebEnginePage):
     def javaScriptConsoleMessage(self, level, message, line, source):  # type: ignore[no-untyped-def]
-        found["messages"].append(message)  # type: ignore[attr-defined]
+        page_facts["messages"].append(message)  # type: ignore[attr-defined]
 
     def javaScriptAlert(self, origin, message):  # type: ignore[no-untyped-def]
-        found["alerts"].append(message)  # type: ignore[attr-defined]
+        page_facts["alerts"].append(message)  # type: ignore[attr-defined]
 
 
 class Requests(QWebEngineUrlRequestInterceptor):
     def interceptRequest(self, info: QWebEngineUrlRequestInfo) -> None:
-        found["requests"].append(info.requestUrl().toString())  # type: ignore[attr-defined]
+        page_facts["requests"].append(info.requestUrl().toString())  # type: ignore[attr-defined]
 
 
 application = QApplication(sys.argv[:1])
@@ -63,14 +63,14 @@ view.resize(int(WIDTH), 900)
 
 
 def measured(facts: dict[str, object] | None) -> None:
-    found.update(facts or {})
-    view.resize(int(WIDTH), min(int(str(found["height"])), 4000))
+    page_facts.update(facts or {})
+    view.resize(int(WIDTH), min(int(str(page_facts["height"])), 4000))
     QTimer.singleShot(3000, end)
 
 
 def end() -> None:
     view.grab().save(PICTURE)
-    print(json.dumps(found))
+    print(json.dumps(page_facts))
     application.quit()
 
 

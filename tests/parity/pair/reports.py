@@ -33,9 +33,9 @@ def row(
 ) -> Row:
     """A row whose error is ``error`` times the norm; ``floor``: over the norm as well."""
     values = np.arange(1.0, 9.0).reshape(2, 4)
-    found = values * (1 + error)
+    perturbed = values * (1 + error)
     relative = floor * float(np.linalg.norm(values))
-    made = row_of(stage, (name, partner), values, found, relative, local=local)
+    made = row_of(stage, (name, partner), values, perturbed, relative, local=local)
     return dataclasses.replace(made, **other)  # type: ignore[arg-type]
 
 

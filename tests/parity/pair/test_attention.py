@@ -23,20 +23,20 @@ FLOOR = 1e-6
 Values = dict[str, Any]
 
 
-def turned(x: np.ndarray, base: float, kind: str, share: float, later: int, sign: int) -> np.ndarray:
+def turned(x: np.ndarray, base: float, pairing: str, share: float, later: int, sign: int) -> np.ndarray:
     """One head ``[T, D]`` after its rotary embedding, by complex numbers."""
     n = int(x.shape[-1] * share)
-    places = (
+    halves = (
         (np.arange(n // 2), np.arange(n // 2, n))
-        if kind == "half"
+        if pairing == "half"
         else (np.arange(0, n, 2), np.arange(1, n, 2))
     )
     positions = np.arange(len(x)) + later
     frequencies = np.array([base ** (-2 * i / n) for i in range(n // 2)])
-    numbers = (x[:, places[0]] + 1j * x[:, places[1]]) * np.exp(sign * 1j * np.outer(positions, frequencies))
-    found = x.copy()
-    found[:, places[0]], found[:, places[1]] = numbers.real, numbers.imag
-    return found
+    numbers = (x[:, halves[0]] + 1j * x[:, halves[1]]) * np.exp(sign * 1j * np.outer(positions, frequencies))
+    output = x.copy()
+    output[:, halves[0]], output[:, halves[1]] = numbers.real, numbers.imag
+    return output
 
 
 def mixed(q: np.ndarray = Q, k: np.ndarray = KEY, v: np.ndarray = V, **options: Any) -> np.ndarray:
@@ -72,8 +72,8 @@ def mixed(q: np.ndarray = Q, k: np.ndarray = KEY, v: np.ndarray = V, **options: 
     return heads.reshape(len(q), T, H * D)
 
 
-def inputs(result: np.ndarray, **given: Any) -> AttentionInputs:
-    return AttentionInputs(Q, KEY, V, result, **given)
+def inputs(result: np.ndarray, **options: Any) -> AttentionInputs:
+    return AttentionInputs(Q, KEY, V, result, **options)
 
 
 def window(n: int) -> Callable[[int, int], bool]:
@@ -183,20 +183,20 @@ def test_tables_are_read() -> None:
         assert base_of(*(x[0].astype(np.float32) for x in (cos, sin))) == pytest.approx(base, rel=1e-4)
     cos, sin = tables(300.0)
     assert base_of(cos[0] ** 2, sin[0]) is None
-    given = {"torch's cos": tables(300.0), "JAX's cos": tables(600.0)}
+    named_tables = {"torch's cos": tables(300.0), "JAX's cos": tables(600.0)}
     ours, theirs = mixed(base=300.0), mixed(base=600.0)
-    assert attention_cause(inputs(ours, tables=given), inputs(theirs, tables=given), FLOOR) == (
+    assert attention_cause(inputs(ours, tables=named_tables), inputs(theirs, tables=named_tables), FLOOR) == (
         "torch: rotary base 300; JAX: rotary base 600"
     )
 
 
 def test_tables_without_a_base_are_named() -> None:
     odd = np.outer(np.arange(T), [1.0, 0.4, 0.3, 0.0])
-    given = {"torch's cos": (np.cos(odd)[None], np.sin(odd)[None])}
-    found = np.stack([turned_by(odd, row) for row in range(B)])
-    assert attention_cause(inputs(found, tables=given), inputs(RIGHT, tables=given), FLOOR) == (
-        "torch: rotary angles of torch's cos; JAX: rotary base 10000"
-    )
+    named_tables = {"torch's cos": (np.cos(odd)[None], np.sin(odd)[None])}
+    output = np.stack([turned_by(odd, row) for row in range(B)])
+    assert attention_cause(
+        inputs(output, tables=named_tables), inputs(RIGHT, tables=named_tables), FLOOR
+    ) == ("torch: rotary angles of torch's cos; JAX: rotary base 10000")
 
 
 def turned_by(angles: np.ndarray, row: int) -> np.ndarray:
@@ -277,20 +277,22 @@ def module(
     pairs = []
     for name, value in parts.items():
         flat = value.reshape(B, T, -1)
-        calls = [Call(name, 0, "Linear", {"0": X}, {"": one}) for one in (flat, value if heads else flat)]
+        calls = [
+            Call(name, 0, "Linear", {"0": X}, {"": output}) for output in (flat, value if heads else flat)
+        ]
         pairs.append(CallPair(ModulePair(name, name, 0), 0, calls[0], calls[1]))
     if norm is not None:
         call = Call("k_norm", 0, "Norm", {"0": 2 * KEY}, {"": KEY})
         pairs.append(CallPair(ModulePair("k_norm", "k_norm", 0), 0, call, call))
-    calls = [Call("o_proj", 0, "Linear", {"0": one}, {"": X}) for one in (torch, jax)]
+    calls = [Call("o_proj", 0, "Linear", {"0": array}, {"": X}) for array in (torch, jax)]
     pairs.append(CallPair(ModulePair("o_proj", "o_proj", 0), 0, calls[0], calls[1]))
     outer = Call("attn", 0, "Attention", {"0": X}, {"": X})
-    given: dict[int, Leaves] = {index: pair.jax.inputs for index, pair in enumerate(pairs)}
+    jax_inputs: dict[int, Leaves] = {index: pair.jax.inputs for index, pair in enumerate(pairs)}
     if norm is not None:
-        given[3] = {"0": norm}
+        jax_inputs[3] = {"0": norm}
     inner = Children(tuple(pairs), (0,) * len(pairs), (0,) * len(pairs))
     whole = CallPair(ModulePair("attn", "attn", 0), 0, outer, outer)
-    return module_cause(whole, inner, {"": X}, given, {"": 1e-7}, {})
+    return module_cause(whole, inner, {"": X}, jax_inputs, {"": 1e-7}, {})
 
 
 def test_projections_are_found_in_a_module() -> None:
@@ -326,6 +328,6 @@ def test_nothing_is_named_in_a_module_that_is_no_attention() -> None:
 
 def test_a_mask_of_another_size_is_no_mask() -> None:
     masks = {f"torch's {shape}": np.zeros(shape) for shape in ((1, 1, 2, T), (1, 3, T, T), (5, 1, T, T))}
-    ours, theirs = (inputs(one, masks=masks) for one in (RIGHT, mixed(scale=1.0)))
+    ours, theirs = (inputs(output, masks=masks) for output in (RIGHT, mixed(scale=1.0)))
     assert attention_cause(ours, theirs, FLOOR) == "torch: scores times 1 / sqrt(8); JAX: scores not scaled"
     assert attention_cause(ours, inputs(UNKNOWN["all of it"](RIGHT), masks=masks), FLOOR) == ""

@@ -64,11 +64,11 @@ def test_statistics_are_copied_either_way_and_put_back():
     theirs.eval()
     before = np.asarray(theirs.norm.var[...]), ours.norm.running_var.clone()
     for weights in ("torch", "jax"):
-        found = compared(ours, theirs, table(*STATISTICS), weights=weights, steps=2)
-        assert found, found.summary()
-        assert len(found.stage("buffers")) == 2
-        assert "norm.num_batches_tracked" in found.summary()
-        assert found.complete
+        report = compared(ours, theirs, table(*STATISTICS), weights=weights, steps=2)
+        assert report, report.summary()
+        assert len(report.stage("buffers")) == 2
+        assert "norm.num_batches_tracked" in report.summary()
+        assert report.complete
     assert np.array_equal(before[0], theirs.norm.var[...])
     assert torch.equal(before[1], ours.norm.running_var)
     own = compared(ours, theirs, table(*STATISTICS), weights="own")
@@ -80,51 +80,51 @@ def test_statistics_are_copied_either_way_and_put_back():
 
 
 def test_a_wrong_momentum_is_named():
-    found = compared(Torch(), Jax(momentum=0.1), table(*STATISTICS), steps=2)
-    first = found.first_divergence
+    report = compared(Torch(), Jax(momentum=0.1), table(*STATISTICS), steps=2)
+    first = report.first_divergence
     assert first is not None
     assert (first.stage, first.name) == ("buffers", "norm.running_mean")
     assert "9 times as far" in first.cause
-    assert any(row.stage == "steps" and row.kind == "buffer" and row.counts for row in found.rows)
+    assert any(row.stage == "steps" and row.kind == "buffer" and row.counts for row in report.rows)
 
 
 def test_an_unbiased_variance_against_a_biased_one_is_named():
-    found = compared(Torch(), Jax(), table(*STATISTICS))
-    (row,) = [row for row in found.rows if row.counts]
+    report = compared(Torch(), Jax(), table(*STATISTICS))
+    (row,) = [row for row in report.rows if row.counts]
     assert (row.stage, row.name) == ("buffers", "norm.running_var")
     assert "unbiased variance, 8 / 7 times" in row.cause
-    assert "no fault of the port" in found.summary()
+    assert "no fault of the port" in report.summary()
     # The two ways out that the cause names.
     dropped = {**table(STATISTICS[0]), "drop": ["*tracked", "norm.running_var", "norm/var"]}
-    found = compared(Torch(), Jax(), dropped, steps=2)
-    assert found
-    assert found.dropped_buffers == ("norm.num_batches_tracked", "norm.running_var", "norm/var")
-    assert (found.torch_buffers, found.jax_buffers, found.changed_buffers) == ((), (), ())
+    report = compared(Torch(), Jax(), dropped, steps=2)
+    assert report
+    assert report.dropped_buffers == ("norm.num_batches_tracked", "norm.running_var", "norm/var")
+    assert (report.torch_buffers, report.jax_buffers, report.changed_buffers) == ((), (), ())
     assert compared(Torch().eval(), _in_mode(Jax(), False), table(*STATISTICS), steps=2)
 
 
 def test_a_wrong_epsilon_over_statistics_is_seen():
     ours, theirs = Torch().eval(), Jax(epsilon=1e-3)
     theirs.eval()
-    found = compared(ours, theirs, table(*STATISTICS))
-    assert found.first_divergence is not None
-    assert (found.first_divergence.stage, found.first_divergence.name) == ("forward", "norm")
+    report = compared(ours, theirs, table(*STATISTICS))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.stage, report.first_divergence.name) == ("forward", "norm")
 
 
 def test_a_norm_without_parameters_has_a_partner_by_its_statistics():
     ours = Torch(nn.BatchNorm1d(6, affine=False)).eval()
     theirs = Jax(use_bias=False, use_scale=False)
     theirs.eval()
-    found = compared(ours, theirs, table(*STATISTICS, affine=False))
-    assert found, found.summary()
-    assert "norm" in {row.name for row in found.stage("forward")}
+    report = compared(ours, theirs, table(*STATISTICS, affine=False))
+    assert report, report.summary()
+    assert "norm" in {row.name for row in report.stage("forward")}
 
 
 def test_buffers_without_rules_are_named_and_fail_strictly_where_they_change():
     still, moving = (compared(Torch().train(mode), _in_mode(Jax(), mode), table()) for mode in (False, True))
-    for found in (still, moving):
-        assert "norm.running_mean" in found.summary()
-        assert "norm/var" in found.summary()
+    for report in (still, moving):
+        assert "norm.running_mean" in report.summary()
+        assert "norm/var" in report.summary()
     assert moving.changed_buffers == ("norm.running_mean", "norm.running_var", "norm/mean", "norm/var")
     assert "buffers that the forward changes" in moving.conclusion()
     assert still.changed_buffers == ()
@@ -154,8 +154,8 @@ def test_collections_of_linen_go_on_from_step_to_step(named: str):
     for momentum, same in ((0.9, True), (0.5, False)):
         model = Linen(momentum)
         variables = model.init(_key(), X)
-        found = compared(Torch(), (model, variables), mapping, steps=3)
-        mean = [row for row in found.rows if row.partner == "batch_stats/norm/mean"]
+        report = compared(Torch(), (model, variables), mapping, steps=3)
+        mean = [row for row in report.rows if row.partner == "batch_stats/norm/mean"]
         assert {row.stage for row in mean} == {"weights", "buffers", "update", "steps"}
         assert any(row.counts for row in mean) != same
 
@@ -208,9 +208,9 @@ TABLES = {
 
 
 def test_plain_arrays_tables_and_counters_are_state_too():
-    found = compared(TableTorch(), TableJax(), TABLES, steps=2)
-    assert found, found.summary()
-    assert "RngCount, RngKey" in found.summary()
+    report = compared(TableTorch(), TableJax(), TABLES, steps=2)
+    assert report, report.summary()
+    assert "RngCount, RngKey" in report.summary()
     wrong = compared(TableTorch(), TableJax(step=2), TABLES, steps=2)
     assert {row.name for row in wrong.rows if row.counts} == {"calls"}
     assert "buffers after the forward differ: calls" in wrong.summary()
@@ -225,9 +225,9 @@ def test_state_of_a_function_is_copied_and_not_trained():
     ones = jnp.ones(6)
     norm = {"mean": ones, "var": ones, "scale": ones, "bias": ones}
     tree = {"fc": {"kernel": jnp.ones((5, 6)), "bias": ones}, "norm": norm}
-    found = compared(Torch().eval(), (function, tree), table(*STATISTICS), steps=2)
-    assert found, found.summary()
-    assert [row.name for row in found.stage("weights")].count("norm.running_mean") == 1
+    report = compared(Torch().eval(), (function, tree), table(*STATISTICS), steps=2)
+    assert report, report.summary()
+    assert [row.name for row in report.stage("weights")].count("norm.running_mean") == 1
 
 
 def test_traces_hold_buffers(tmp_path: Path):
@@ -312,11 +312,11 @@ def test_buffers_are_compared_after_each_step(odd: int, captured: bool, tmp_path
             getattr(theirs.fc, name[3:])[...] = jnp.asarray(array)
         capture_torch(ours, X, tmp_path / "torch.trace", steps=4)
         capture_jax(theirs, X, tmp_path / "jax.trace", steps=4)
-        found = compare_traces(tmp_path / "torch.trace", tmp_path / "jax.trace", mapping=mapping)
+        report = compare_traces(tmp_path / "torch.trace", tmp_path / "jax.trace", mapping=mapping)
     else:
-        found = compared(ours, theirs, mapping, steps=4)
-    differing = [(row.stage, row.name, row.note) for row in found.rows if row.counts]
+        report = compared(ours, theirs, mapping, steps=4)
+    differing = [(row.stage, row.name, row.note) for row in report.rows if row.counts]
     expected = [("steps", "phase", f"first differs after step {odd}")] if odd < 9 else []
-    assert differing == expected, found.summary()
+    assert differing == expected, report.summary()
     if expected:
-        assert f"phase, first differs after step {odd}" in found.summary()
+        assert f"phase, first differs after step {odd}" in report.summary()

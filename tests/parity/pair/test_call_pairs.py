@@ -42,7 +42,10 @@ def test_an_array_that_only_one_side_repeats_has_the_twin_of_its_first():
 def unlike(torch_kind: str, jax_kind: str, path: str = "module") -> CallPair:
     """A pair whose outputs have four equal axes and nothing in common."""
     ours, theirs = np.random.default_rng(2).normal(size=(2, 4, 4, 4, 4))
-    calls = [Call(path, 0, kind, {}, {"": out}) for kind, out in ((torch_kind, ours), (jax_kind, theirs))]
+    calls = [
+        Call(path, 0, module_class, {}, {"": out})
+        for module_class, out in ((torch_kind, ours), (jax_kind, theirs))
+    ]
     return CallPair(ModulePair(path, path, 0), 0, *calls)
 
 

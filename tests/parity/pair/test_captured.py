@@ -61,29 +61,29 @@ print(json.dumps(plain_json(report.as_dict())))
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 @pytest.mark.slow
 def test_traces_are_compared_without_either_framework(traces: Path) -> None:
-    found = compared_elsewhere(traces / "torch", traces / "jax", traces / "small.toml")
-    assert found["same"] is True
+    report = compared_elsewhere(traces / "torch", traces / "jax", traces / "small.toml")
+    assert report["same"] is True
     live = parity(TorchMLP().eval(), JaxMLP(), BATCH, mapping=TABLE, steps=2)
     assert live.same
-    assert found["losses"] == list(live.losses)
-    assert [(row["stage"], row["name"]) for row in found["rows"]] == [
+    assert report["losses"] == list(live.losses)
+    assert [(row["stage"], row["name"]) for row in report["rows"]] == [
         (row.stage, row.name) for row in live.rows
     ]
 
 
 def test_a_fault_is_in_the_module_that_a_live_comparison_names(traces: Path) -> None:
-    found = compared_elsewhere(traces / "eps", traces / "torch", traces / "small.toml")
+    report = compared_elsewhere(traces / "eps", traces / "torch", traces / "small.toml")
     live = parity(TorchMLP().eval(), JaxMLP(eps=1e-3), BATCH, mapping=TABLE, steps=2)
     assert live.first_divergence is not None
-    assert found["same"] is live.same is False
-    assert found["first_divergence"]["name"] == live.first_divergence.name == "norm"
-    verdicts = {row["name"]: row["verdict"] for row in found["rows"] if row["stage"] == "forward"}
+    assert report["same"] is live.same is False
+    assert report["first_divergence"]["name"] == live.first_divergence.name == "norm"
+    verdicts = {row["name"]: row["verdict"] for row in report["rows"] if row["stage"] == "forward"}
     # The model around the norm has the same inputs, too, but a module inside of it differs.
     assert verdicts == {"": "inherited", "up": "same", "norm": "introduced", "down": "inherited"}
 

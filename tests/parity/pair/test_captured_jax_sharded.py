@@ -64,12 +64,12 @@ MODELS: dict[str, Callable[[], JaxMLP]] = {
 def test_a_sharded_jax_model_is_captured_whole(tmp_path: Path, name: str) -> None:
     capture_jax(MODELS[name](), ROWS, tmp_path / "jax", loss=jax_loss, steps=2)
     capture_jax(JaxMLP(), ROWS, tmp_path / "plain", loss=jax_loss, steps=2)
-    found, expected = TraceSide.read(tmp_path / "jax"), TraceSide.read(tmp_path / "plain")
-    assert list(found.arrays) == list(expected.arrays)
+    sharded, expected = TraceSide.read(tmp_path / "jax"), TraceSide.read(tmp_path / "plain")
+    assert list(sharded.arrays) == list(expected.arrays)
     for key, array in expected.arrays.items():
-        assert found.arrays[key].shape == array.shape, key
+        assert sharded.arrays[key].shape == array.shape, key
         tolerance = 1e-12 if key.startswith("float64") else 1e-5
-        np.testing.assert_allclose(found.arrays[key], array, tolerance, tolerance, err_msg=key)
+        np.testing.assert_allclose(sharded.arrays[key], array, tolerance, tolerance, err_msg=key)
     capture_torch(TorchMLP().eval(), ROWS, tmp_path / "torch", loss=torch_loss, steps=2)
     report = compare_traces(tmp_path / "torch", tmp_path / "jax", mapping=TABLE)
     assert report.same, report.summary()

@@ -35,36 +35,36 @@ ROOT = Path(__file__).parents[3]
 TABLE = parse_mapping(MAPPING, "small")
 
 
-def near(found: Leaves, expected: Leaves, eps: float, what: str) -> None:
-    assert list(found) == list(expected), what
-    for name, one in expected.items():
-        assert found[name].shape == one.shape, f"{what} {name}"
-        assert found[name].dtype == one.dtype, f"{what} {name}"
-        error = np.linalg.norm((found[name] - one).astype(np.float64))
-        assert error <= 30 * eps * max(float(np.linalg.norm(one.astype(np.float64))), 1e-3), (
+def near(leaves: Leaves, expected: Leaves, eps: float, what: str) -> None:
+    assert list(leaves) == list(expected), what
+    for name, array in expected.items():
+        assert leaves[name].shape == array.shape, f"{what} {name}"
+        assert leaves[name].dtype == array.dtype, f"{what} {name}"
+        error = np.linalg.norm((leaves[name] - array).astype(np.float64))
+        assert error <= 30 * eps * max(float(np.linalg.norm(array.astype(np.float64))), 1e-3), (
             f"{what} {name} {error}"
         )
 
 
-def equal_traces(found: TraceSide, expected: TraceSide, dtypes: tuple[str, ...]) -> None:
-    for name, one in expected.weights().items():
-        np.testing.assert_array_equal(found.weights()[name], one)
-    for name, one in expected.batch().items():
-        np.testing.assert_array_equal(found.batch()[name], one)
+def equal_traces(trace: TraceSide, expected: TraceSide, dtypes: tuple[str, ...]) -> None:
+    for name, array in expected.weights().items():
+        np.testing.assert_array_equal(trace.weights()[name], array)
+    for name, array in expected.batch().items():
+        np.testing.assert_array_equal(trace.batch()[name], array)
     for dtype in dtypes:
         eps = epsilon(dtype)
-        mine, theirs = found.record(None, dtype), expected.record(None, dtype)
+        mine, theirs = trace.record(None, dtype), expected.record(None, dtype)
         assert mine.loss == pytest.approx(theirs.loss, rel=30 * eps)
         near(mine.gradients, theirs.gradients, eps, f"{dtype} gradients")
-        assert [(one.path, one.number, one.kind, one.parent) for one in mine.calls] == [
-            (one.path, one.number, one.kind, one.parent) for one in theirs.calls
+        assert [(call.path, call.number, call.kind, call.parent) for call in mine.calls] == [
+            (call.path, call.number, call.kind, call.parent) for call in theirs.calls
         ]
         for call, other in zip(mine.calls, theirs.calls, strict=True):
             near(call.inputs, other.inputs, eps, f"{dtype} {call.path} inputs")
             near(call.outputs, other.outputs, eps, f"{dtype} {call.path} outputs")
             near(call.gradients, other.gradients, eps, f"{dtype} {call.path} gradients")
         if expected.steps:
-            trained, other_trained = found.train([], dtype), expected.train([], dtype)
+            trained, other_trained = trace.train([], dtype), expected.train([], dtype)
             assert trained.losses == pytest.approx(other_trained.losses, rel=100 * eps)
             near(trained.last, other_trained.last, 100 * eps, "trained")
 
@@ -81,9 +81,9 @@ def test_a_sharded_model_is_captured_as_one_process_would(
     )
     assert done == [(0, True)] * world
     capture_torch(model_of(way), ROWS, tmp_path / "plain", loss=square_loss if loss else None, steps=2)
-    found, expected = TraceSide.read(tmp_path / "mine"), TraceSide.read(tmp_path / "plain")
-    equal_traces(found, expected, ("float64", "float32"))
-    assert len(found.notes) == 1, found.notes
+    sharded, expected = TraceSide.read(tmp_path / "mine"), TraceSide.read(tmp_path / "plain")
+    equal_traces(sharded, expected, ("float64", "float32"))
+    assert len(sharded.notes) == 1, sharded.notes
 
 
 def test_parts_that_ranks_give_each_other_outside_of_dtensors_are_noted(
@@ -93,9 +93,9 @@ def test_parts_that_ranks_give_each_other_outside_of_dtensors_are_noted(
     ranks.run(2, capture, "local_shards", str(tmp_path / "mine"), options)
     stored = TraceSide.read(tmp_path / "mine")
     words = "the output of up differs between ranks 0 and 1, which have the same rows"
-    assert any(words in one for one in stored.notes)
+    assert any(words in note for note in stored.notes)
     capture_torch(model_of("local_shards"), ROWS, tmp_path / "plain", loss=square_loss, steps=0)
-    mine, plain = (one.record(None, "float64") for one in (stored, TraceSide.read(tmp_path / "plain")))
+    mine, plain = (trace.record(None, "float64") for trace in (stored, TraceSide.read(tmp_path / "plain")))
     near(mine.gradients, plain.gradients, epsilon("float64"), "gradients")
     near(mine.calls[0].outputs, plain.calls[0].outputs, epsilon("float64"), "outputs")
 
@@ -104,11 +104,11 @@ def test_parts_that_ranks_give_each_other_outside_of_dtensors_are_noted(
 def jax_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
     """Of the same model in JAX, by dtype and steps of training."""
     folder = tmp_path_factory.mktemp("jax")
-    found = {}
+    traces = {}
     for dtype, steps in (("float32", 2), ("float32", 0), ("bfloat16", 0)):
-        found[dtype, steps] = folder / f"{dtype}-{steps}"
-        capture_jax(jax_net(), ROWS, found[dtype, steps], loss=jax_loss, dtype=dtype, steps=steps)
-    return found
+        traces[dtype, steps] = folder / f"{dtype}-{steps}"
+        capture_jax(jax_net(), ROWS, traces[dtype, steps], loss=jax_loss, dtype=dtype, steps=steps)
+    return traces
 
 
 def jax_net() -> JaxMLP:
@@ -166,17 +166,17 @@ def test_a_fault_of_the_sharded_run_is_named(
     ranks.run(2, capture, way, str(tmp_path / "mine"), options)
     report = compare_traces(tmp_path / "mine", jax_traces["float32", 0], mapping=TABLE)
     assert not report.same
-    places = [(row.stage, row.name) for row in report.rows if row.counts]
+    differing = [(row.stage, row.name) for row in report.rows if row.counts]
     assert report.first_divergence is not None
     if stage == "gradients":
-        assert sorted(places) == [
+        assert sorted(differing) == [
             ("backward", "norm"),
             ("gradients", "norm.bias"),
             ("gradients", "norm.weight"),
         ]
     else:
-        assert (report.first_divergence.stage, report.first_divergence.name) == (stage, name), places
-    assert any(note in one for one in report.notes)
+        assert (report.first_divergence.stage, report.first_divergence.name) == (stage, name), differing
+    assert any(note in line for line in report.notes)
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "ours"])

@@ -33,9 +33,9 @@ def cause(
     torch: np.ndarray, jax: np.ndarray, parameters: Leaves | None = None, inner: Sequence[CallPair] = ()
 ) -> str:
     children = Children(tuple(inner), (0,) * len(inner), (0,) * len(inner))
-    given = {index: child.jax.inputs for index, child in enumerate(inner)}
+    jax_inputs = {index: child.jax.inputs for index, child in enumerate(inner)}
     floors = {"": floor_of(torch)}
-    return module_cause(pair_of(X, torch, jax), children, {"": jax}, given, floors, parameters or {})
+    return module_cause(pair_of(X, torch, jax), children, {"": jax}, jax_inputs, floors, parameters or {})
 
 
 def rms(eps: float = 1e-6, weight: np.ndarray = WEIGHT, *, outside: bool = False) -> np.ndarray:
@@ -82,9 +82,10 @@ def test_norms(what: str) -> None:
 
 
 def test_the_norm_of_an_input_without_parameters() -> None:
-    one = np.ones(8)
+    weight = np.ones(8)
     assert (
-        cause(rms(1e-6, one), rms(1e-2, one)) == "torch: RMS norm, epsilon 1e-06; JAX: RMS norm, epsilon 0.01"
+        cause(rms(1e-6, weight), rms(1e-2, weight))
+        == "torch: RMS norm, epsilon 1e-06; JAX: RMS norm, epsilon 0.01"
     )
 
 
@@ -117,7 +118,10 @@ def children(
     """Projections, and the last one, which is given ``torch`` in the one model and ``jax`` in the other."""
     before = [first] if second is None else [first, second]
     last = Call("down", 0, "Linear", {"0": torch}, {"": X}), Call("down", 0, "Linear", {"0": jax}, {"": X})
-    return [*(pair_of(X, one, one) for one in before), CallPair(ModulePair("down", "down", 9), 0, *last)]
+    return [
+        *(pair_of(X, output, output) for output in before),
+        CallPair(ModulePair("down", "down", 9), 0, *last),
+    ]
 
 
 G, U = RNG.standard_normal((3, 5, 12)), RNG.standard_normal((3, 5, 12))

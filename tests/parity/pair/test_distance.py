@@ -18,12 +18,12 @@ def test_a_distance_names_the_element_and_both_values() -> None:
     a = RNG.standard_normal((3, 4))
     b = a.copy()
     b[1, 2] += 0.5
-    found = distance(a, b)
-    assert found.absolute == pytest.approx(0.5)
-    assert found.relative == pytest.approx(0.5 / max(np.linalg.norm(a), np.linalg.norm(b)))
-    assert found.where == (1, 2)
-    assert found.values == (a[1, 2], b[1, 2])
-    assert 0 < found.cosine < 1
+    measured = distance(a, b)
+    assert measured.absolute == pytest.approx(0.5)
+    assert measured.relative == pytest.approx(0.5 / max(np.linalg.norm(a), np.linalg.norm(b)))
+    assert measured.where == (1, 2)
+    assert measured.values == (a[1, 2], b[1, 2])
+    assert 0 < measured.cosine < 1
 
 
 def test_ulps_are_those_of_the_compute_dtype() -> None:
@@ -78,15 +78,15 @@ def test_blocks_make_no_difference(turned: bool) -> None:
     a[6, 3] = b[6, 3] = math.nan
     if turned:
         a, b = a.T, b.T
-    found = distance(a, b)
-    assert found.where == ((17, 5) if turned else (5, 17))
-    assert found.values == (a[found.where], b[found.where])
+    measured = distance(a, b)
+    assert measured.where == ((17, 5) if turned else (5, 17))
+    assert measured.values == (a[measured.where], b[measured.where])
     difference = np.nan_to_num(a - b)
-    assert found.absolute == pytest.approx(np.linalg.norm(difference), rel=1e-12)
-    assert gap(a, b) == found.absolute
+    assert measured.absolute == pytest.approx(np.linalg.norm(difference), rel=1e-12)
+    assert gap(a, b) == measured.absolute
     assert norm(a) == pytest.approx(np.linalg.norm(np.nan_to_num(a)), rel=1e-12)
-    assert found.max_ulp == max(distance(one, other).max_ulp for one, other in zip(a, b, strict=True))
-    b[found.where] = math.inf
+    assert measured.max_ulp == max(distance(row, other).max_ulp for row, other in zip(a, b, strict=True))
+    b[measured.where] = math.inf
     assert distance(a, b).absolute == gap(a, b) == math.inf
 
 

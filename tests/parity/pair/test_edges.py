@@ -99,9 +99,9 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.fast_cases("nested", "tuple", "dict")
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_outputs_in_containers(kind: str) -> None:
-    report = both(CONTAINERS[kind], CONTAINERS[kind], loss=(_of_first, _of_first))
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_outputs_in_containers(container: str) -> None:
+    report = both(CONTAINERS[container], CONTAINERS[container], loss=(_of_first, _of_first))
     assert report.same, report.summary()
     assert {row.name for row in report.stage("forward")} == {"", "inner"}
     assert not [row for row in report.rows if row.verdict == "unknown"]

@@ -31,8 +31,8 @@ class Attention(nn.Module):
             setattr(self, name, nn.Linear(width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = {one: getattr(self, self.names[int(one)])(x) for one in self.order}
-        q, k, v = (made[one].unflatten(-1, (self.parts[0], -1)).transpose(1, 2) for one in "012")
+        made = {index: getattr(self, self.names[int(index)])(x) for index in self.order}
+        q, k, v = (made[index].unflatten(-1, (self.parts[0], -1)).transpose(1, 2) for index in "012")
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return getattr(self, self.names[3])(mixed.transpose(1, 2).flatten(2))
 
@@ -69,9 +69,9 @@ def test_a_wrong_mask_is_named_whatever_the_size_and_the_names(
 ) -> None:
     torch.manual_seed(0)
     rules = [
-        {"torch": f"{name}.{kind}", "jax": f"{twin_name}/{twin}"}
+        {"torch": f"{name}.{parameter}", "jax": f"{twin_name}/{twin}"}
         for name, twin_name in zip(names, "qkvo", strict=True)
-        for kind, twin in (("weight : o i_", "kernel : i_ o"), ("bias", "bias"))
+        for parameter, twin in (("weight : o i_", "kernel : i_ o"), ("bias", "bias"))
     ]
     x = np.random.default_rng(0).normal(size=(3, 7, 2 * size)).astype(np.float32)
     ours, theirs = Attention(2 * size, 2, says, names, order), JaxAttention(2 * size, 2)

@@ -70,10 +70,10 @@ REPORTS = {"same": llama(3), "faults": llama(4, (1, 3)), "odd": odd(), "nothing"
 @pytest.mark.parametrize("name", REPORTS)
 def test_page_is_well_formed_and_self_contained(name: str) -> None:
     source = page(REPORTS[name])
-    found = Page(source)
-    assert len(found.of("script")) == 1
-    assert {tag for tag, _ in found.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "base"})
-    for tag, attributes in found.tags:
+    parsed = Page(source)
+    assert len(parsed.of("script")) == 1
+    assert {tag for tag, _ in parsed.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "base"})
+    for tag, attributes in parsed.tags:
         assert not {key for key in attributes if key.startswith("on") or key in ("src", "srcset", "style")}, (
             tag
         )
@@ -85,7 +85,7 @@ def test_page_is_well_formed_and_self_contained(name: str) -> None:
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_coordinates_are_finite_and_links_lead_somewhere(name: str) -> None:
-    found = Page(page(REPORTS[name]))
+    parsed = Page(page(REPORTS[name]))
     geometry = (
         "x",
         "y",
@@ -102,19 +102,19 @@ def test_coordinates_are_finite_and_links_lead_somewhere(name: str) -> None:
         "points",
         "transform",
     )
-    for tag, attributes in found.tags:
+    for tag, attributes in parsed.tags:
         for key in geometry:
             assert not re.search("nan|inf", attributes.get(key, "").lower()), (tag, attributes)
-    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {link["href"][1:] for link in found.of("a")} <= set(ids)
+    assert {link["href"][1:] for link in parsed.of("a")} <= set(ids)
 
 
 def test_policy_allows_the_page_its_script_and_nothing_else() -> None:
     source = page(NOTHING)
     script = source[source.index("<script>") + 8 : source.index("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = next(one["content"] for one in Page(source).of("meta") if "http-equiv" in one)
+    policy = next(meta["content"] for meta in Page(source).of("meta") if "http-equiv" in meta)
     assert policy.startswith("default-src 'none'")
     assert f"script-src 'sha256-{digest}'" in policy
 
@@ -154,14 +154,14 @@ def test_a_row_says_all_it_knows() -> None:
 
 def test_hostile_names_are_text() -> None:
     source = page(odd())
-    found = Page(source)
-    assert "<script>alert(1)</script>" in found.said
+    parsed = Page(source)
+    assert "<script>alert(1)</script>" in parsed.said
     assert "<script>alert" not in source
     assert "<img" not in source
     assert "\x1b" not in source
     assert "\x00" not in source
     for name in HOSTILE[:4]:
-        assert name in found.said
+        assert name in parsed.said
 
 
 def test_written_file_is_utf8(tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def test_tree_follows_the_modules() -> None:
     assert list(layers.children) == ["0", "1", "2"]
     query = layers.children["1"].children["attn"].children["q"]
     assert query.path == "model.layers.1.attn.q"
-    assert {one.stage for one in query.modules} == {"forward", "backward"}
+    assert {row.stage for row in query.modules} == {"forward", "backward"}
     assert (layers.children["0"].introduced, layers.children["1"].introduced) == (0, 1)
     # The way to the fault is open; what is not on it is not.
     assert [node.open for node in (root, layers, layers.children["1"], query)] == [True] * 4
     assert not layers.children["0"].open
     # A parameter stands in its module, a stack of parameters in the module around the layers.
-    assert {one.stage for one in layers.children["0"].children["norm"].parameters} == {"gradients", "weights"}
+    assert {row.stage for row in layers.children["0"].children["norm"].parameters} == {"gradients", "weights"}
     stacked = row("gradients", "model.layers.0.w, model.layers.1.w")
     root = tree_of(ParityReport((stacked,), "float32", (None,) * 4))  # type: ignore[arg-type]
     assert root.children["model"].children["layers"].parameters == [stacked]
@@ -195,10 +195,14 @@ def test_node_says_what_is_inside() -> None:
 
 
 def test_first_divergence_is_marked_once() -> None:
-    found = Page(page(llama(4, (1, 3))))
-    marked = [one for tag, one in found.tags if "first" in one.get("class", "").split()]
+    parsed = Page(page(llama(4, (1, 3))))
+    marked = [attributes for tag, attributes in parsed.tags if "first" in attributes.get("class", "").split()]
     assert len(marked) == 2, "one node of the tree, one line of a table"
-    assert not [one for tag, one in Page(page(llama(2))).tags if "first" in one.get("class", "").split()]
+    assert not [
+        attributes
+        for tag, attributes in Page(page(llama(2))).tags
+        if "first" in attributes.get("class", "").split()
+    ]
 
 
 def test_colour_grows_with_the_ratio() -> None:
@@ -207,7 +211,7 @@ def test_colour_grows_with_the_ratio() -> None:
     assert steps[:2] == [0, 0]
     assert steps[2] > 0
     assert steps == sorted(steps)
-    assert {shade(one) for one in (1e3, 1e9, math.inf, math.nan)} == {"c8"}
+    assert {shade(ratio) for ratio in (1e3, 1e9, math.inf, math.nan)} == {"c8"}
     style = page(NOTHING)
     assert ".c0{background:#ffffff}" in style
 

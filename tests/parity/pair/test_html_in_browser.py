@@ -69,8 +69,8 @@ def opened(
         env={**os.environ, "HOME": str(folder)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
@@ -79,12 +79,12 @@ def opened(
 def test_page_fits_and_runs_nothing_foreign(
     report: ParityReport, width: int, mode: str, tmp_path: Path
 ) -> None:
-    found = opened(report, tmp_path, width, mode)
-    assert found["width"] <= width, "the page scrolls sideways"
-    assert found["script"], "the page's own script did not run"
-    assert found["alerts"] == found["messages"] == []
-    assert found["requests"] == [(tmp_path / "page.html").as_uri()]
-    shades = [int(part) for part in found["background"].removeprefix("rgb(").removesuffix(")").split(",")]
+    facts = opened(report, tmp_path, width, mode)
+    assert facts["width"] <= width, "the page scrolls sideways"
+    assert facts["script"], "the page's own script did not run"
+    assert facts["alerts"] == facts["messages"] == []
+    assert facts["requests"] == [(tmp_path / "page.html").as_uri()]
+    shades = [int(part) for part in facts["background"].removeprefix("rgb(").removesuffix(")").split(",")]
     assert (sum(shades) < 200) == (mode == "dark")
     picture = imread(tmp_path / "page.png")[..., :3]
     assert picture.shape[1] == width
@@ -92,8 +92,8 @@ def test_page_fits_and_runs_nothing_foreign(
 
 
 def test_script_sorts_and_filters(tmp_path: Path) -> None:
-    found = opened(llama(6, (2, 4)), tmp_path, 1600, script=SORTED)
-    assert found["result"] == sorted(found["result"], reverse=True)
+    facts = opened(llama(6, (2, 4)), tmp_path, 1600, script=SORTED)
+    assert facts["result"] == sorted(facts["result"], reverse=True)
     shown = opened(llama(6, (2, 4)), tmp_path, 1600, script=FILTERED)["result"]
     assert (shown["rows"], shown["nodes"], shown["other"]) == (0, 0, 2)
 
@@ -101,6 +101,6 @@ def test_script_sorts_and_filters(tmp_path: Path) -> None:
 def test_page_says_the_same_without_script(tmp_path: Path) -> None:
     text = "document.body.innerText.includes('model.layers.2.attn.q')"
     tools = "getComputedStyle(document.querySelector('.tools')).display"
-    found = opened(llama(6, (2, 4)), tmp_path, 1600, scripts=False, script=f"[{text}, {tools}]")
-    assert not found["script"]
-    assert found["result"] == [True, "none"]
+    facts = opened(llama(6, (2, 4)), tmp_path, 1600, scripts=False, script=f"[{text}, {tools}]")
+    assert not facts["script"]
+    assert facts["result"] == [True, "none"]

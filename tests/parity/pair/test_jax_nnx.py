@@ -66,15 +66,15 @@ def test_leaves_are_found_in_containers_and_calls_are_counted() -> None:
         "again",
     ]
     assert [call.number for call in recording.calls] == [0, 0, 0, 1, 0, 0, 0]
-    kinds = recording.find("kinds")
-    assert kinds is not None
-    assert set(kinds.inputs) == {"0", "scale.by"}
-    assert set(kinds.outputs) == {"hidden.0", "hidden.1.left", "hidden.1.right.x", "hidden.1.right.unused"}
-    assert kinds.outputs["hidden.1.left"].dtype == np.int32
+    call = recording.find("kinds")
+    assert call is not None
+    assert set(call.inputs) == {"0", "scale.by"}
+    assert set(call.outputs) == {"hidden.0", "hidden.1.left", "hidden.1.right.x", "hidden.1.right.unused"}
+    assert call.outputs["hidden.1.left"].dtype == np.int32
     # Integers have no gradients. Floats that no parameter made have, and those that the loss does not use have zeros.
-    assert set(kinds.gradients) == {"hidden.0", "hidden.1.right.x", "hidden.1.right.unused"}
-    assert not kinds.gradients["hidden.1.right.unused"].any()
-    assert kinds.gradients["hidden.0"].all()
+    assert set(call.gradients) == {"hidden.0", "hidden.1.right.x", "hidden.1.right.unused"}
+    assert not call.gradients["hidden.1.right.unused"].any()
+    assert call.gradients["hidden.0"].all()
     first, second = (recording.find("layers/0", number) for number in (0, 1))
     assert first is not None
     assert second is not None
@@ -135,15 +135,15 @@ def test_a_scanned_stack_gives_the_calls_of_its_layers() -> None:
     plain, stacked = (side.record(tokens) for side in sides)
     assert paths(plain) == paths(stacked)
     assert plain.loss == pytest.approx(stacked.loss, rel=1e-6)
-    for one, other in zip(plain.calls, stacked.calls, strict=True):
+    for call, other in zip(plain.calls, stacked.calls, strict=True):
         for mine, yours in (
-            (one.inputs, other.inputs),
-            (one.outputs, other.outputs),
-            (one.gradients, other.gradients),
+            (call.inputs, other.inputs),
+            (call.outputs, other.outputs),
+            (call.gradients, other.gradients),
         ):
             assert mine.keys() == yours.keys()
-            for place in mine:
-                close(mine[place], yours[place], 1e-5)
+            for leaf in mine:
+                close(mine[leaf], yours[leaf], 1e-5)
     layers = [plain.gradients[f"layers/{number}/mlp/up/kernel"] for number in range(3)]
     close(stacked.gradients["layers/mlp/up/kernel"], np.stack(layers), 1e-5)
     cotangents = {"": np.random.default_rng(1).standard_normal((2, 5, 8))}

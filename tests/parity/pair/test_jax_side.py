@@ -24,8 +24,8 @@ def test_an_nnx_model_gives_its_calls_its_loss_and_all_gradients() -> None:
     assert [call.kind for call in recording.calls] == ["MLP", "Linear", "Linear"]
     with jax.enable_x64(True):
         up, down = (
-            (jnp.asarray(one.kernel[...], "float64"), jnp.asarray(one.bias[...], "float64"))
-            for one in (model.up, model.down)
+            (jnp.asarray(linear.kernel[...], "float64"), jnp.asarray(linear.bias[...], "float64"))
+            for linear in (model.up, model.down)
         )
 
         def loss(up: Any, down: Any, first: Any, last: Any) -> Any:
@@ -78,7 +78,9 @@ def test_in_float64_nothing_is_computed_in_less() -> None:
     recording = JaxSide(model).record(BATCH, "float64")
     assert {x.dtype for call in recording.calls for x in call.outputs.values()} == {np.dtype("float64")}
     with jax.enable_x64(True):
-        kernel, bias = (np.asarray(one[...], np.float64) for one in (model.linear.kernel, model.linear.bias))
+        kernel, bias = (
+            np.asarray(parameter[...], np.float64) for parameter in (model.linear.kernel, model.linear.bias)
+        )
         hidden = np.asarray(jax.nn.softmax(BATCH.astype(np.float64) @ kernel + bias)) + np.float64(
             np.float32(0.1)
         )
@@ -151,7 +153,7 @@ def test_a_sharded_model_is_recorded_whole() -> None:
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     nnx.update(sharded, jax.tree.map(lambda x: jax.device_put(x, sharding), nnx.state(sharded)))
     side = JaxSide(sharded)
-    whole, recording = (one.record(BATCH) for one in (JaxSide(model), side))
+    whole, recording = (recorder.record(BATCH) for recorder in (JaxSide(model), side))
     assert whole.loss == recording.loss
     np.testing.assert_array_equal(whole.gradients["up/kernel"], recording.gradients["up/kernel"])
     side.load({path: array + 1 for path, array in side.weights().items()})

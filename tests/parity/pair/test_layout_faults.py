@@ -22,23 +22,23 @@ RULES = {
 
 
 class Torch(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, domain: str) -> None:
         super().__init__()
-        images = kind == "images"
+        images = domain == "images"
         self.first, self.second = (
             nn.Conv2d(SIZE, SIZE, 3, padding=1, bias=False) if images else nn.Linear(SIZE, SIZE, bias=False)
             for _ in range(2)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return found
+        output: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return output
 
 
 class Jax(nnx.Module):
-    def __init__(self, kind: str, exchanged: bool) -> None:
+    def __init__(self, domain: str, exchanged: bool) -> None:
         rngs = nnx.Rngs(0)
-        self.images, self.exchanged = kind == "images", exchanged
+        self.images, self.exchanged = domain == "images", exchanged
         self.first, self.second = (
             nnx.Conv(SIZE, SIZE, (3, 3), padding=1, use_bias=False, rngs=rngs)
             if self.images
@@ -53,13 +53,13 @@ class Jax(nnx.Module):
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize("kind", RULES)
-def test_a_module_is_not_blamed_for_axes_that_the_model_exchanges(kind: str, exchanged: bool) -> None:
+@pytest.mark.parametrize("domain", RULES)
+def test_a_module_is_not_blamed_for_axes_that_the_model_exchanges(domain: str, exchanged: bool) -> None:
     """All sizes are equal, so that values alone tell that height and width, or time and features, are exchanged."""
-    shape = (SIZE,) * (4 if kind == "images" else 3)
+    shape = (SIZE,) * (4 if domain == "images" else 3)
     batch = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    mapping = {"name": "layouts", "rule": RULES[kind]}
-    report = parity(Torch(kind), Jax(kind, exchanged), batch, mapping=mapping, weights="torch", steps=0)
+    mapping = {"name": "layouts", "rule": RULES[domain]}
+    report = parity(Torch(domain), Jax(domain, exchanged), batch, mapping=mapping, weights="torch", steps=0)
     assert report.same != exchanged
     assert [row.name for row in report.introduced if row.stage == "forward"] == ([""] if exchanged else [])
 
@@ -88,28 +88,28 @@ class TorchResidual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
-        found: torch.Tensor = self.sum(y, residual=y)
-        return found
+        output: torch.Tensor = self.sum(y, residual=y)
+        return output
 
 
 class JaxResidual(nnx.Module):
-    def __init__(self, given: str) -> None:
+    def __init__(self, residual: str) -> None:
         self.first, self.sum = nnx.Linear(SIZE, SIZE, use_bias=False, rngs=nnx.Rngs(0)), JaxSum()
-        self.given = given
+        self.residual = residual
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.first(x)
-        return self.sum(y, residual={"same": y, "scaled": 1.5 * y, "input": x}[self.given])
+        return self.sum(y, residual={"same": y, "scaled": 1.5 * y, "input": x}[self.residual])
 
 
-@pytest.mark.parametrize("given", ["same", "scaled", "input"])
-def test_a_module_is_not_blamed_for_a_further_input_that_the_model_gives_it(given: str) -> None:
+@pytest.mark.parametrize("residual", ["same", "scaled", "input"])
+def test_a_module_is_not_blamed_for_a_further_input_that_the_model_gives_it(residual: str) -> None:
     rules = [
         {"torch": "first.weight : o i_", "jax": "first/kernel : i_ o"},
         {"torch": "sum.w", "jax": "sum/w"},
     ]
     batch = np.random.default_rng(0).normal(size=(5, SIZE)).astype(np.float32)
     mapping = {"name": "residual", "rule": rules}
-    report = parity(TorchResidual(), JaxResidual(given), batch, mapping=mapping, weights="torch", steps=0)
-    assert report.same == (given == "same")
-    assert {row.name for row in report.introduced} == (set() if given == "same" else {""})
+    report = parity(TorchResidual(), JaxResidual(residual), batch, mapping=mapping, weights="torch", steps=0)
+    assert report.same == (residual == "same")
+    assert {row.name for row in report.introduced} == (set() if residual == "same" else {""})

@@ -34,13 +34,13 @@ def test_the_gradient_of_a_part_goes_to_where_it_is_from(part: Any, zeros: bool)
     x = np.where(X > 0.5, 0.0, X) if zeros else X.astype(np.float64)
     numbers = np.arange(x.size).reshape(x.shape)
     taken = part(x)
-    places = places_in(x, taken)
-    assert places is not None
+    positions = places_in(x, taken)
+    assert positions is not None
     whole = x.size == taken.size and np.array_equal(x, taken)
     clear = np.ones(taken.size, bool) if whole else taken.reshape(-1) != 0
-    assert np.array_equal(np.flatnonzero(clear), places.taken)
-    assert np.array_equal(places.target, part(numbers).reshape(-1)[clear])
-    assert (places.ambiguous.size > 0) == (zeros and not whole)
+    assert np.array_equal(np.flatnonzero(clear), positions.taken)
+    assert np.array_equal(positions.target, part(numbers).reshape(-1)[clear])
+    assert (positions.ambiguous.size > 0) == (zeros and not whole)
 
 
 def test_other_arrays_are_no_part() -> None:
@@ -84,13 +84,13 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inp(x)
-        given = {
+        calls = {
             "once": lambda: self.mixer(y),
             "twice": lambda: self.mixer(y, y),
             "by name": lambda: self.mixer(y, y=y.view_as(y)),
             "in a dict": lambda: self.mixer(y, more={"y": y.clone()}),
         }
-        return self.out(given[self.way]())
+        return self.out(calls[self.way]())
 
 
 class JaxMixer(nnx.Module):
@@ -124,9 +124,9 @@ class Louder(JaxAround):
 
 
 RULES = [
-    {"torch": f"{a}.{kind}{axes}", "jax": f"{a.replace('.', '/')}/{twin}"}
+    {"torch": f"{a}.{parameter}{axes}", "jax": f"{a.replace('.', '/')}/{twin}"}
     for a in ("inp", "mixer.q", "mixer.k", "out")
-    for kind, twin, axes in (("weight", "kernel : i_ o", " : o i_"), ("bias", "bias", ""))
+    for parameter, twin, axes in (("weight", "kernel : i_ o", " : o i_"), ("bias", "bias", ""))
 ]
 
 

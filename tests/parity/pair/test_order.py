@@ -60,9 +60,9 @@ def test_rounding_that_only_another_order_shows_raises_the_floor() -> None:
 @pytest.mark.slow
 def test_no_calls_are_replaced_and_the_gradients_are_those_of_the_batch() -> None:
     sides = TorchSide(TorchMLP().eval(), torch_loss), JaxSide(JaxMLP(), jax_loss)
-    runs, found = other_order(*sides, BATCH)
-    assert found.remark == ""
-    assert set(found.gradients) == set(runs.jax_high.gradients)
+    runs, noise = other_order(*sides, BATCH)
+    assert noise.remark == ""
+    assert set(noise.gradients) == set(runs.jax_high.gradients)
     for path, other, side in (("up", "0", runs.torch), ("up", "0", runs.jax)):
         recorded = (runs.torch_low if side is runs.torch else runs.jax_low).find(path)
         assert recorded is not None
@@ -100,5 +100,5 @@ def test_a_probes_numbers_go_with_their_rows() -> None:
 
 @pytest.mark.slow
 def test_one_row_has_one_order() -> None:
-    _, found = other_order(TorchSide(TorchMLP().eval()), JaxSide(JaxMLP()), BATCH[:1])
-    assert found == OrderNoise()
+    _, noise = other_order(TorchSide(TorchMLP().eval()), JaxSide(JaxMLP()), BATCH[:1])
+    assert noise == OrderNoise()

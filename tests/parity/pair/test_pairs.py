@@ -15,12 +15,12 @@ from tests.support.parity.pairs import FURTHER, PAIRS, build
 def test_a_correct_pair_has_equal_losses_and_gradients(name: str, seed: int) -> None:
     pair = build(name, seed)
     expected_loss, gradients = torch_run(pair)
-    loss, found = jax_run(pair)
+    loss, jax_gradients = jax_run(pair)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     expected = translated(gradients, pair.mapping, pair.axes)
-    assert sorted(found) == sorted(expected)
+    assert sorted(jax_gradients) == sorted(expected)
     whole = np.sqrt(sum(np.sum(value**2) for value in expected.values()))
     for path, value in expected.items():
         # The same vector added to all keys changes no weight: its gradient is rounding.
         norm = max(np.linalg.norm(value), (0.1 if path.endswith("key/bias") else 1e-3) * whole)
-        assert np.linalg.norm(found[path] - value) <= 1e-5 * norm, path
+        assert np.linalg.norm(jax_gradients[path] - value) <= 1e-5 * norm, path

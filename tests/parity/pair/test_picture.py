@@ -49,12 +49,12 @@ def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...], dense: 
     feet = [label.get_transform().transform(label.get_position())[0] for label in labels]
     height = labels[0].get_fontsize() * figure.dpi / 72
     assert min(b - a for a, b in itertools.pairwise(feet)) * math.sin(math.radians(40)) > height
-    texts = [one for one in panel.texts if one.get_text()]
-    boxes = [one.get_window_extent(canvas.get_renderer()) for one in texts]
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)
+    texts = [text for text in panel.texts if text.get_text()]
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
+    for box, other in itertools.combinations(boxes, 2):
+        assert not box.overlaps(other)
     assert all(figure.bbox.contains(box.x1, box.y1) and figure.bbox.contains(box.x0, box.y0) for box in boxes)
-    named = "\n".join(one.get_text() for one in texts)
+    named = "\n".join(text.get_text() for text in texts)
     assert f"model.layers.{faults[0]}.attn.q" in named
     assert ("more" in named) == (len(faults) > 8 or dense)
 
@@ -62,9 +62,9 @@ def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...], dense: 
 def test_axis_has_a_place_for_every_number() -> None:
     rows = [row("forward", "x", error) for error in (0.0, 1e-12, 1e-3)]
     axis = Axis.of(rows)
-    places = [axis.place(value) for value in (0.0, 1e-12, 1e-6, 1e-3)]
-    assert places == sorted(places)
-    assert len(set(places)) == 4
+    positions = [axis.place(value) for value in (0.0, 1e-12, 1e-6, 1e-3)]
+    assert positions == sorted(positions)
+    assert len(set(positions)) == 4
     every = (*odd().stage("forward"), *odd().stage("backward"))
     axis = Axis.of(every)
     for value in (0.0, -1.0, 5e-324, 1.0, 1.7e308, math.inf, math.nan):

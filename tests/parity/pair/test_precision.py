@@ -16,11 +16,11 @@ ELSEWHERE = Rounding(1.0, 1.0, 1.0)
 COARSE = Rounding(1.0, 3.0, 2.5)
 
 
-def verdicts(*kinds: tuple[str, Rounding]) -> list[str]:
+def verdicts(*roundings: tuple[str, Rounding]) -> list[str]:
     rows: list[Row] = []
-    for number, (kind, found) in enumerate(kinds):
-        forward = row_of("forward", (f"m{number}", f"m{number}"), X, X, 1.0, kind=kind, local=0.0)
-        rows += precision_rows(forward, [""], {"": found}, "bfloat16")
+    for number, (module_class, rounding) in enumerate(roundings):
+        forward = row_of("forward", (f"m{number}", f"m{number}"), X, X, 1.0, kind=module_class, local=0.0)
+        rows += precision_rows(forward, [""], {"": rounding}, "bfloat16")
     return [row.verdict for row in odd_ones(rows)]
 
 

@@ -71,8 +71,8 @@ def document(folder: Path) -> dict[str, Any]:
         raise AssertionError(f"{token} is no JSON")
 
     text = (folder / "report" / "report.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text, parse_constant=refuse)
-    return found
+    report: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    return report
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -125,13 +125,13 @@ def test_the_installed_command(folder: Path) -> None:
     ]
 
 
-def save(folder: Path, kind: str, seed: int) -> str:
+def save(folder: Path, convention: str, seed: int) -> str:
     """Weights of a seed as a checkpoint, by torch's or JAX's names; its name."""
-    arrays = small_twins.values(seed) if kind == "torch" else small_twins.jax_values(seed)
-    if kind == "torch":
+    arrays = small_twins.values(seed) if convention == "torch" else small_twins.jax_values(seed)
+    if convention == "torch":
         save_file(arrays, folder / "weights.safetensors")
         return "weights.safetensors"
-    if kind == "jax":
+    if convention == "jax":
         save_file({f"params/{name}": array for name, array in arrays.items()}, folder / "weights.safetensors")
         return "weights.safetensors"
     with create_checkpoint(folder / "tree", "orbax") as writer:
@@ -143,10 +143,12 @@ def save(folder: Path, kind: str, seed: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "jax", "orbax"])
+@pytest.mark.parametrize("convention", ["torch", "jax", "orbax"])
 @pytest.mark.parametrize("side", ["torch", "jax"])
-def test_a_checkpoint_of_either_convention_goes_into_either_model(folder: Path, kind: str, side: str) -> None:
-    name = save(folder, kind, seed=7)
+def test_a_checkpoint_of_either_convention_goes_into_either_model(
+    folder: Path, convention: str, side: str
+) -> None:
+    name = save(folder, convention, seed=7)
     other = "jax" if side == "torch" else "torch"
     text = with_table(RUN, side, f'checkpoint = "{name}"')
     assert parity(folder, text).exit_code == 1
@@ -193,9 +195,9 @@ def test_the_self_test_says_what_this_batch_shows(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "self-test: this batch shows" in done.stdout
     report = document(folder)
-    faults = {(one["module"], one["fault"]) for one in report["revealed"]}
+    faults = {(fault["module"], fault["fault"]) for fault in report["revealed"]}
     assert {("norm", "eps ten times as large"), ("up", "bias left out")} <= faults
-    assert all(one["shown"] for one in report["revealed"] if one["fault"] == "bias left out")
+    assert all(fault["shown"] for fault in report["revealed"] if fault["fault"] == "bias left out")
 
 
 def test_modules_without_parameters_are_paired_by_the_caller(folder: Path) -> None:

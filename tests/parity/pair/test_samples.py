@@ -79,14 +79,16 @@ def test_right_models_are_the_same_in_all_that_whole_traces_compare(
     tmp_path: Path, name: str, samples: dict[int, int]
 ) -> None:
     reports = []
-    for kind, chosen in (("whole", None), ("samples", samples)):
-        (tmp_path / kind).mkdir()
+    for folder, chosen in (("whole", None), ("samples", samples)):
+        (tmp_path / folder).mkdir()
         pair = build(name, 0)
-        traces = captured(tmp_path / kind, pair, chosen)
+        traces = captured(tmp_path / folder, pair, chosen)
         reports.append(compare_traces(*traces, mapping=pair.mapping, axes=pair.axes))
     for report in reports:
         assert report.same, report.summary()
-    whole, sampled = ([(row.stage, row.name, row.leaf, row.verdict) for row in one.rows] for one in reports)
+    whole, sampled = (
+        [(row.stage, row.name, row.leaf, row.verdict) for row in report.rows] for report in reports
+    )
     assert sampled == whole
     assert reports[0].notes == ()
     kept = ", ".join(f"{number} of {size}" for size, number in samples.items())
@@ -99,7 +101,7 @@ def test_right_models_are_the_same_in_all_that_whole_traces_compare(
 @pytest.mark.slow
 def test_a_bug_is_named_from_samples(tmp_path: Path) -> None:
     bug = next(
-        one for one in BUGS if one.pair == "llama" and one.side == "jax" and one.module.endswith("mlp")
+        bug for bug in BUGS if bug.pair == "llama" and bug.side == "jax" and bug.module.endswith("mlp")
     )
     pair = build("llama", 0)
     bug.apply(pair)
@@ -112,9 +114,11 @@ def test_a_bug_is_named_from_samples(tmp_path: Path) -> None:
 def test_a_trace_of_samples_has_statistics_of_all(tmp_path: Path) -> None:
     for samples, name in ((None, "whole"), ({5: 2}, "samples")):
         capture_torch(TorchMLP(), BATCH, tmp_path / name, steps=1, samples=samples)
-    found, whole = (json.loads((tmp_path / name / "trace.json").read_text()) for name in ("samples", "whole"))
-    assert found["statistics"] == whole["statistics"]
-    numbers = found["statistics"]["float64:0:outputs:"]
+    sampled, whole = (
+        json.loads((tmp_path / name / "trace.json").read_text()) for name in ("samples", "whole")
+    )
+    assert sampled["statistics"] == whole["statistics"]
+    numbers = sampled["statistics"]["float64:0:outputs:"]
     array = TraceSide.read(tmp_path / "whole").record(None, "float64").calls[0].outputs[""]
     assert numbers["shape"] == [5, 6]
     assert numbers["norm"] == pytest.approx(np.linalg.norm(array))
@@ -126,8 +130,8 @@ def test_a_trace_of_samples_has_statistics_of_all(tmp_path: Path) -> None:
 
 
 def test_statistics_count_what_is_not_finite() -> None:
-    found = statistics(np.asarray([1.0, np.nan, -3.0, np.inf]))
-    assert (found["nonfinite"], found["mean"], found["least"], found["largest"]) == (2, -1.0, -3.0, 1.0)
+    stats = statistics(np.asarray([1.0, np.nan, -3.0, np.inf]))
+    assert (stats["nonfinite"], stats["mean"], stats["least"], stats["largest"]) == (2, -1.0, -3.0, 1.0)
     assert statistics(np.full(2, np.nan)) == {"shape": [2], "dtype": "float64", "nonfinite": 2}
 
 

@@ -61,9 +61,9 @@ def faults(name: str) -> list[Fault]:
     return [fault for fault in faults_of(side().model) if fault.name == name]
 
 
-def difference(one: Call, two: Call) -> float:
-    high, found = one.outputs["logits"], two.outputs["logits"]
-    return float(np.linalg.norm(high - found) / np.linalg.norm(high))
+def difference(first: Call, second: Call) -> float:
+    high, logits = first.outputs["logits"], second.outputs["logits"]
+    return float(np.linalg.norm(high - logits) / np.linalg.norm(high))
 
 
 def test_a_llama_can_have_every_fault() -> None:
@@ -73,9 +73,9 @@ def test_a_llama_can_have_every_fault() -> None:
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_planted_fault_changes_the_model_and_the_original_is_as_before(name: str) -> None:
     before = {name: tensor.clone() for name, tensor in side().model.state_dict().items()}
-    found = faults(name)
+    planted = faults(name)
     # The first and the last of its kind.
-    for fault in {found[0].module: found[0], found[-1].module: found[-1]}.values():
+    for fault in {planted[0].module: planted[0], planted[-1].module: planted[-1]}.values():
         run = with_fault(side(), fault).record(TOKENS, "float64", backward=False)
         assert np.all(np.isfinite(run.calls[0].outputs["logits"]))
         assert difference(right(), run.calls[0]) > 1e-9, fault.module

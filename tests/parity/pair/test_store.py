@@ -72,11 +72,11 @@ def _sides() -> list[Side]:
 
 
 def _leaves(recording: Recording) -> list[StoredLeaves]:
-    found = [recording.gradients]
+    stored = [recording.gradients]
     for call in recording.calls:
-        found += [call.inputs, call.outputs, call.gradients]
-    assert all(isinstance(one, StoredLeaves) for one in found)
-    return [one for one in found if isinstance(one, StoredLeaves)]
+        stored += [call.inputs, call.outputs, call.gradients]
+    assert all(isinstance(leaves, StoredLeaves) for leaves in stored)
+    return [leaves for leaves in stored if isinstance(leaves, StoredLeaves)]
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,26 @@ def test_nothing_recorded_is_in_memory_or_twice_on_disk(number: int) -> None:
     run = _sides()[number].record(X, "float32")
     every = _leaves(run)
     assert (
-        sum(len(one) for one in every) == 2 + 3 * 2
+        sum(len(leaves) for leaves in every) == 2 + 3 * 2
     )  # weight, bias; input, output and gradient of both calls
-    assert sum(one.resident for one in every) == 0
+    assert sum(leaves.resident for leaves in every) == 0
     outer, inner = run.calls
     for group in ("inputs", "outputs", "gradients"):
-        one, two = getattr(outer, group), getattr(inner, group)
-        assert [one.file_location(name).offset for name in one] == [
-            two.file_location(name).offset for name in two
+        outer_leaves, inner_leaves = getattr(outer, group), getattr(inner, group)
+        assert [outer_leaves.file_location(name).offset for name in outer_leaves] == [
+            inner_leaves.file_location(name).offset for name in inner_leaves
         ]
 
 
 def _floats_in_memory() -> dict[int, Any]:
     """Arrays and tensors of floats that have elements in memory, by id."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    floats = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
-    arrays = [one for one in jax.live_arrays() if one.dtype.kind == "f" and one.size > 1]
-    return {id(one): one for one in (*floats, *arrays)}
+    tensors = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)]
+    floats = [
+        tensor for tensor in tensors if tensor.is_floating_point() and tensor.untyped_storage().nbytes() > 8
+    ]
+    arrays = [array for array in jax.live_arrays() if array.dtype.kind == "f" and array.size > 1]
+    return {id(array): array for array in (*floats, *arrays)}
 
 
 @pytest.mark.slow
@@ -115,10 +117,10 @@ def test_nothing_that_a_rerun_needs_is_in_memory(number: int) -> None:
     gc.freeze()  # what is there before, a million objects of the frameworks, is not searched again
     try:
         run = side.record(X, "float32")
-        left = [one for key, one in _floats_in_memory().items() if key not in before]
+        left = [array for key, array in _floats_in_memory().items() if key not in before]
     finally:
         gc.unfreeze()
-    assert [tuple(one.shape) for one in left] == []
+    assert [tuple(array.shape) for array in left] == []
     del left
     again = side.rerun("float32", "linear", 0, {})
     assert np.array_equal(again.outputs[""], run.calls[1].outputs[""])
@@ -130,10 +132,10 @@ def test_between_stages_memory_holds_the_models_alone(weights: Any) -> None:
     torch_model, jax_model = TorchMLP().eval(), JaxMLP()
 
     def size(arrays: dict[int, Any]) -> int:
-        return sum(one.nbytes for one in arrays.values())
+        return sum(array.nbytes for array in arrays.values())
 
     parity(torch_model, jax_model, BATCH, mapping=parse_mapping(MAPPING, "small"), steps=1)
-    before, found = size(_floats_in_memory()), dict[str, int]()
+    before, sizes = size(_floats_in_memory()), dict[str, int]()
     parity(
         torch_model,
         jax_model,
@@ -141,10 +143,10 @@ def test_between_stages_memory_holds_the_models_alone(weights: Any) -> None:
         mapping=parse_mapping(MAPPING, "small"),
         weights=weights,
         steps=1,
-        progress=lambda text: found.update({text: size(_floats_in_memory())}),
+        progress=lambda text: sizes.update({text: size(_floats_in_memory())}),
     )
-    assert len(found) == 5
-    assert set(found.values()) == {before}
+    assert len(sizes) == 5
+    assert set(sizes.values()) == {before}
 
 
 class Wide(nn.Module):
@@ -238,9 +240,9 @@ def test_a_rerun_of_many_parameters_opens_few_files(number: int, monkeypatch: py
         opened.append(1)
         return real(*args, **kwargs)
 
-    given = dict(run.calls[0].inputs)
+    inputs = dict(run.calls[0].inputs)
     monkeypatch.setattr(store.mmap, "mmap", counting)
-    side.rerun("float64", "", 0, given)
+    side.rerun("float64", "", 0, inputs)
     # One for all weights; torch also looks at the shapes of the recorded inputs.
     assert sum(opened) <= 3
 
@@ -272,8 +274,8 @@ def test_arrays_come_back(dtype: str) -> None:
     assert leaves["empty"].shape == (0, 2, 3)
     with pytest.raises(ValueError, match="read-only"):
         leaves["a"][0] = 0
-    for one in map_together([leaves.file_location("a"), leaves.file_location("b")]):
-        one[...] = 0
+    for mapped in map_together([leaves.file_location("a"), leaves.file_location("b")]):
+        mapped[...] = 0
     assert np.array_equal(leaves["a"], array)
 
 

@@ -49,11 +49,11 @@ class Frozen(torch.nn.Linear):
 class Layers(torch.nn.Module):
     """Three linear layers, one of another class."""
 
-    def __init__(self, **kinds: type[torch.nn.Linear]) -> None:
+    def __init__(self, **layer_types: type[torch.nn.Linear]) -> None:
         super().__init__()
         torch.manual_seed(0)
         for name in PARTS:
-            setattr(self, name, kinds.get(name, torch.nn.Linear)(5, 5))
+            setattr(self, name, layer_types.get(name, torch.nn.Linear)(5, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name in PARTS:
@@ -68,10 +68,12 @@ def tapped(p: Any, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", PARTS[1:])
-@pytest.mark.parametrize("kind", [Stopping, Frozen])
-def test_a_backward_fault_is_in_the_part_between_two_taps(kind: type[torch.nn.Linear], name: str) -> None:
+@pytest.mark.parametrize("layer_type", [Stopping, Frozen])
+def test_a_backward_fault_is_in_the_part_between_two_taps(
+    layer_type: type[torch.nn.Linear], name: str
+) -> None:
     report = parity(
-        Layers(**{name: kind}), (tapped, PARAMETERS), BATCH, mapping=MAPPING, weights="torch", steps=0
+        Layers(**{name: layer_type}), (tapped, PARAMETERS), BATCH, mapping=MAPPING, weights="torch", steps=0
     )
     first = report.first_divergence
     assert first is not None

@@ -26,16 +26,16 @@ class Spy(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.narrow_ops: set[str] = set()
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.calls += 1
-        for one in result if isinstance(result, tuple | list) else (result,):
+        for output in result if isinstance(result, tuple | list) else (result,):
             # lift_fresh is the array itself as a tensor.
-            if isinstance(one, torch.Tensor) and one.dtype in NARROW and "lift_fresh" not in str(func):
-                self.found.add(str(func))
+            if isinstance(output, torch.Tensor) and output.dtype in NARROW and "lift_fresh" not in str(func):
+                self.narrow_ops.add(str(func))
         return result
 
 
@@ -56,7 +56,7 @@ def llama(attention: str) -> LlamaForCausalLM:
 
 def by_hand(weights: dict[str, np.ndarray], tokens: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """The logits of the model above, in NumPy."""
-    weights = {name: one.astype(np.float64) for name, one in weights.items()}
+    weights = {name: array.astype(np.float64) for name, array in weights.items()}
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return weights[f"{name}.weight"] * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
@@ -74,8 +74,8 @@ def by_hand(weights: dict[str, np.ndarray], tokens: np.ndarray, frequencies: np.
     for layer in ("model.layers.0", "model.layers.1"):
         h = norm(x, f"{layer}.input_layernorm")
         q, k, v = (
-            linear(h, f"{layer}.self_attn.{one}_proj").reshape(batch, length, -1, 4).swapaxes(1, 2)
-            for one in "qkv"
+            linear(h, f"{layer}.self_attn.{letter}_proj").reshape(batch, length, -1, 4).swapaxes(1, 2)
+            for letter in "qkv"
         )
         q, k, v = rotated(q), rotated(k.repeat(2, 1)), v.repeat(2, 1)
         scores = q @ k.swapaxes(2, 3) / 2
@@ -92,9 +92,9 @@ def by_hand(weights: dict[str, np.ndarray], tokens: np.ndarray, frequencies: np.
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("given", ["float32", "bfloat16"])
-def test_a_llama_is_computed_in_float64_throughout(attention: str, given: str) -> None:
-    model = llama(attention).to(getattr(torch, given))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_llama_is_computed_in_float64_throughout(attention: str, dtype: str) -> None:
+    model = llama(attention).to(getattr(torch, dtype))
     side = TorchSide(model, "next_token")
     record = side.record(TOKENS, "float64")
     frequencies = model.model.rotary_emb.inv_freq.double().numpy()
@@ -104,10 +104,10 @@ def test_a_llama_is_computed_in_float64_throughout(attention: str, given: str) -
     loss = -np.take_along_axis(likely, TOKENS[:, 1:, None], -1).mean()
     assert record.loss == pytest.approx(loss, rel=1e-13)
     for call in record.calls:
-        for place, array in {**call.outputs, **call.gradients}.items():
+        for leaf, array in {**call.outputs, **call.gradients}.items():
             # Embeddings are the given weights; the rest has more bits than float32 has.
             if array.dtype.kind == "f" and call.kind != "Embedding":
-                assert (array != array.astype(np.float32)).mean() > 0.2, (call.path, place)
+                assert (array != array.astype(np.float32)).mean() > 0.2, (call.path, leaf)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -119,10 +119,10 @@ def test_the_last_bit_of_a_weight_changes_outputs_by_as_little(attention: str) -
         weights[name] = np.nextafter(weights[name], np.inf)
     side.load(weights)
     after = side.record(TOKENS, "float64")
-    for one, other in zip(before.calls[6:], after.calls[6:], strict=True):
-        for place, array in one.outputs.items():
-            changes = np.abs(array - other.outputs[place])
-            assert 0 < changes.max() < 1e-12 * np.abs(array).max(), (one.path, place)
+    for call, other in zip(before.calls[6:], after.calls[6:], strict=True):
+        for leaf, array in call.outputs.items():
+            changes = np.abs(array - other.outputs[leaf])
+            assert 0 < changes.max() < 1e-12 * np.abs(array).max(), (call.path, leaf)
 
 
 def test_frequencies_that_the_model_computed_in_float32_stay_as_given() -> None:
@@ -217,7 +217,7 @@ def test_no_request_for_less_is_heard(name: str) -> None:
     assert output.dtype == torch.float64
     assert model.w.grad.dtype == torch.float64
     assert spy.calls > 3
-    assert not spy.found
+    assert not spy.narrow_ops
 
 
 def test_the_backwards_of_records_and_reruns_are_float64_too() -> None:
@@ -263,18 +263,18 @@ def test_modules_of_torch_compute_nothing_in_less(name: str) -> None:
         for parameter in model.parameters()
     )
     assert spy.calls > 5
-    assert not spy.found
+    assert not spy.narrow_ops
 
 
 def test_experts_are_computed_in_float64() -> None:
     rows, weights = torch.randn(6, 8, dtype=torch.float64), torch.randn(3, 8, 4, dtype=torch.float64)
     offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
     with all_float64():
-        found = functional.grouped_mm(rows, weights, offs=offsets)
+        product = functional.grouped_mm(rows, weights, offs=offsets)
         batched = functional.grouped_mm(rows.view(3, 2, 8), weights)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found[:2], rows[:2] @ weights[0], rtol=1e-14, atol=0)
-    torch.testing.assert_close(found[2:5], rows[2:5] @ weights[2], rtol=1e-14, atol=0)
+    assert product.dtype == torch.float64
+    torch.testing.assert_close(product[:2], rows[:2] @ weights[0], rtol=1e-14, atol=0)
+    torch.testing.assert_close(product[2:5], rows[2:5] @ weights[2], rtol=1e-14, atol=0)
     torch.testing.assert_close(batched, rows.view(3, 2, 8) @ weights, rtol=1e-14, atol=0)
 
 
@@ -295,9 +295,9 @@ def test_random_numbers_are_those_of_a_float32_run(draw: Callable[[], torch.Tens
     expected = draw()
     torch.manual_seed(3)
     with all_float64():
-        found = draw()
-    assert found.dtype in (torch.float64, torch.bool)
-    assert torch.equal(found, expected.to(found.dtype))
+        drawn = draw()
+    assert drawn.dtype in (torch.float64, torch.bool)
+    assert torch.equal(drawn, expected.to(drawn.dtype))
 
 
 def test_casts_to_16_bits_are_copies_as_they_are_from_float32() -> None:

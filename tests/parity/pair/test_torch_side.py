@@ -36,7 +36,7 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_a_record_holds_calls_loss_and_gradients_of_a_model_computed_by_hand() -> None:
     model = mlp()
     record = TorchSide(model, squares).record(X, "float64")
-    weights = {name: one.detach().double().numpy() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
     hidden = np.tanh(X @ weights["up.weight"].T + weights["up.bias"])
     output = hidden @ weights["down.weight"].T + weights["down.bias"]
     assert [(call.path, call.number, call.kind, call.parent) for call in record.calls] == [
@@ -206,13 +206,15 @@ class OutOfPlace(InPlace):
 
 
 def test_changes_in_place_change_neither_what_was_noted_nor_gradients() -> None:
-    with_changes, without = (TorchSide(kind()).record(X, "float64") for kind in (InPlace, OutOfPlace))
+    with_changes, without = (
+        TorchSide(model_class()).record(X, "float64") for model_class in (InPlace, OutOfPlace)
+    )
     assert (with_changes.find("lin").outputs[""] < 0).any()
     assert not (with_changes.find("act").outputs[""] < 0).any()
     for path in ("", "lin", "block", "block.0"):
-        one, other = with_changes.find(path), without.find(path)
-        np.testing.assert_array_equal(one.outputs[""], other.outputs[""])
-        np.testing.assert_allclose(one.gradients[""], other.gradients[""], rtol=1e-14, err_msg=path)
+        call, other = with_changes.find(path), without.find(path)
+        np.testing.assert_array_equal(call.outputs[""], other.outputs[""])
+        np.testing.assert_allclose(call.gradients[""], other.gradients[""], rtol=1e-14, err_msg=path)
     for name, gradient in without.gradients.items():
         np.testing.assert_allclose(with_changes.gradients[name], gradient, rtol=1e-14)
 
@@ -231,17 +233,17 @@ class Adding(nn.Module):
 class ChangedLater(nn.Module):
     """Changes an input that a module returned as it was, and an output that was changed inside before."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
         torch.manual_seed(10)
         self.lin = nn.Linear(4, 4)
         self.same = nn.Identity()
         self.block = Adding()
-        self.kind = kind
+        self.path = path
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.lin(x)
-        if self.kind == "same":
+        if self.path == "same":
             out = self.same(h)
             out *= 3
             return out + 5 * h
@@ -250,13 +252,13 @@ class ChangedLater(nn.Module):
         return out * out
 
 
-@pytest.mark.parametrize("kind", ["same", "block"])
-def test_a_gradient_that_cannot_be_told_is_left_out(kind: str) -> None:
-    record = TorchSide(ChangedLater(kind), squares).record(X, "float64")
-    assert record.find(kind).gradients == {}
+@pytest.mark.parametrize("path", ["same", "block"])
+def test_a_gradient_that_cannot_be_told_is_left_out(path: str) -> None:
+    record = TorchSide(ChangedLater(path), squares).record(X, "float64")
+    assert record.find(path).gradients == {}
     output = record.calls[0].outputs[""]
     lin = record.find("lin")
-    if kind == "same":
+    if path == "same":
         np.testing.assert_allclose(output, 18 * lin.outputs[""], rtol=1e-14)
         np.testing.assert_allclose(lin.gradients[""], 36 * output, rtol=1e-13)
 
@@ -276,7 +278,7 @@ def test_buffers_that_are_saved_follow_the_dtype_and_constants_follow_to_float64
     side = TorchSide(Buffers())
     for dtype, constant in (("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")):
         outputs = side.record(X, dtype).calls[0].outputs
-        assert [one.dtype.name for one in outputs.values()] == [dtype, dtype, constant, "int32"]
+        assert [array.dtype.name for array in outputs.values()] == [dtype, dtype, constant, "int32"]
 
 
 class PassThrough(nn.Module):
@@ -304,7 +306,8 @@ class Weights(nn.Module):
 def test_the_gradient_of_an_output_is_that_of_its_uses_outside_of_the_module() -> None:
     record = TorchSide(PassThrough(), lambda model, batch: model(batch).sum()).record(X, "float64")
     gradients = {
-        call.path: {place: one.mean() for place, one in call.gradients.items()} for call in record.calls
+        call.path: {leaf: gradient.mean() for leaf, gradient in call.gradients.items()}
+        for call in record.calls
     }
     assert gradients == {"": {"": 1}, "lin": {"": 44}, "same": {"": 3}, "inner": {"0": 1, "1": 7}}
 
@@ -334,9 +337,9 @@ def test_two_runs_of_a_record_are_equal_and_leave_model_buffers_modes_and_random
     np.testing.assert_array_equal(again.outputs[""], dropped)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
-    assert [one.training for one in model] == [True, True, True, False]
+    assert [module.training for module in model] == [True, True, True, False]
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     # Statistics of the batch, not those that earlier runs left.
     np.testing.assert_allclose(first.find("1.2").outputs[""].mean(0), 0, atol=1e-6)
 
@@ -395,10 +398,10 @@ def test_frozen_parameters_have_gradients_and_are_not_trained() -> None:
 def test_parameters_that_the_loss_does_not_depend_on_have_zeros() -> None:
     model = mlp()
     model.unused = nn.Linear(2, 2)
-    record = TorchSide(model, lambda one, batch: one.up(batch).sum()).record(X)
+    record = TorchSide(model, lambda model, batch: model.up(batch).sum()).record(X)
     np.testing.assert_array_equal(record.gradients["unused.bias"], np.zeros(2, np.float32))
-    constant = TorchSide(model, lambda one, batch: one(batch).detach().sum()).record(X)
-    assert {float(np.abs(one).max()) for one in constant.gradients.values()} == {0.0}
+    constant = TorchSide(model, lambda model, batch: model(batch).detach().sum()).record(X)
+    assert {float(np.abs(gradient).max()) for gradient in constant.gradients.values()} == {0.0}
 
 
 def test_values_that_are_not_finite_are_recorded() -> None:
@@ -476,8 +479,8 @@ class Function(nn.Module):
 
 
 def test_the_numbers_of_a_probe_are_the_same_everywhere() -> None:
-    found = probe_values("a.0", (2, 1))
-    np.testing.assert_allclose(found, [[0.6666254038968465], [-0.30654347011069055]], rtol=1e-15)
+    numbers = probe_values("a.0", (2, 1))
+    np.testing.assert_allclose(numbers, [[0.6666254038968465], [-0.30654347011069055]], rtol=1e-15)
     assert probe_values("", ()).shape == ()
     assert (probe_values("", (3,)) != probe_values("0", (3,))).all()
 
@@ -492,10 +495,10 @@ class Named(nn.Embedding):
         return Logits(super().forward(x))
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, Named])
-def test_next_token_is_the_mean_cross_entropy_of_the_shifted_tokens(kind: type[nn.Embedding]) -> None:
+@pytest.mark.parametrize("model_class", [nn.Embedding, Named])
+def test_next_token_is_the_mean_cross_entropy_of_the_shifted_tokens(model_class: type[nn.Embedding]) -> None:
     tokens = RNG.integers(0, 5, (2, 4)).astype(np.int32)
-    model = kind(5, 5)
+    model = model_class(5, 5)
     logits = model.weight.detach().double().numpy()[tokens[:, :-1]]
     likely = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -np.take_along_axis(likely, tokens[:, 1:, None].astype(int), -1).mean()
@@ -523,7 +526,9 @@ def test_floats_of_a_batch_get_the_dtype_of_the_run_and_integers_int64() -> None
 
     for dtype in ("float32", "bfloat16"):
         TorchSide(mlp(), loss).record(batch, dtype)
-    assert [(one["f"][0].dtype, one["i"].dtype, one["b"].dtype, one["t"], one["n"]) for one in seen] == [
+    assert [
+        (batch["f"][0].dtype, batch["i"].dtype, batch["b"].dtype, batch["t"], batch["n"]) for batch in seen
+    ] == [
         (torch.float32, torch.int64, torch.bool, "text", None),
         (torch.bfloat16, torch.int64, torch.bool, "text", None),
     ]
@@ -539,16 +544,16 @@ def test_a_rerun_without_changes_is_the_recorded_call_with_the_same_gradients() 
         for index, call in enumerate(record.calls):
             rerun = side.rerun("float64", call.path, call.number, {}, cotangents=call.gradients)
             assert rerun.outputs.keys() == call.outputs.keys()
-            for place, array in call.outputs.items():
-                np.testing.assert_array_equal(rerun.outputs[place], array)
-            inside = [one for one in record.calls[index + 1 :] if _within(record, one, index)]
-            assert [(one.path, one.number) for one in rerun.calls] == [
-                (one.path, one.number) for one in inside
+            for leaf, array in call.outputs.items():
+                np.testing.assert_array_equal(rerun.outputs[leaf], array)
+            inside = [inner for inner in record.calls[index + 1 :] if _within(record, inner, index)]
+            assert [(inner.path, inner.number) for inner in rerun.calls] == [
+                (inner.path, inner.number) for inner in inside
             ]
-            for again, one in zip(rerun.calls, inside, strict=True):
-                assert again.parent == (None if one.parent == index else one.parent - index - 1)
+            for again, recorded in zip(rerun.calls, inside, strict=True):
+                assert again.parent == (None if recorded.parent == index else recorded.parent - index - 1)
                 np.testing.assert_array_equal(
-                    again.outputs[next(iter(one.outputs))], next(iter(one.outputs.values()))
+                    again.outputs[next(iter(recorded.outputs))], next(iter(recorded.outputs.values()))
                 )
         whole = side.rerun("float64", "", 0, {}, cotangents=record.calls[0].gradients)
         for name, gradient in record.gradients.items():
@@ -657,7 +662,7 @@ def test_numbers_of_calls_inside_count_from_0_in_a_rerun() -> None:
     side.record(X)
     other = RNG.standard_normal((3, 4)).astype(np.float32)
     rerun = side.rerun("float32", "twice", 1, {}, replaced={("twice.0", 0): {"": other}})
-    assert [(one.path, one.number, one.parent) for one in rerun.calls] == [("twice.0", 0, None)]
+    assert [(call.path, call.number, call.parent) for call in rerun.calls] == [("twice.0", 0, None)]
     np.testing.assert_array_equal(rerun.outputs[""], other)
 
 
@@ -741,7 +746,7 @@ def test_loaded_weights_reach_the_model_records_and_reruns() -> None:
     model = mlp()
     side = TorchSide(model)
     side.record(X, "float64")
-    weights = {name: RNG.standard_normal(one.shape) for name, one in side.weights().items()}
+    weights = {name: RNG.standard_normal(array.shape) for name, array in side.weights().items()}
     side.load(weights)
     assert side.weights()["up.bias"].dtype == np.float32
     np.testing.assert_array_equal(model.up.bias.detach().numpy(), weights["up.bias"].astype(np.float32))
@@ -757,9 +762,9 @@ def test_weights_that_do_not_fit_are_named_and_none_is_set() -> None:
     side = TorchSide(mlp())
     own = side.weights()
     with pytest.raises(ValueError, match=r"missing \['up.bias'\], unexpected \['more'\]"):
-        side.load({**{name: one for name, one in own.items() if name != "up.bias"}, "more": X})
+        side.load({**{name: array for name, array in own.items() if name != "up.bias"}, "more": X})
     with pytest.raises(ValueError, match=r"down.weight: expected shape \(2, 6\), got \(6, 2\)"):
-        side.load({**{name: one + 1 for name, one in own.items()}, "down.weight": own["down.weight"].T})
+        side.load({**{name: array + 1 for name, array in own.items()}, "down.weight": own["down.weight"].T})
     np.testing.assert_array_equal(side.weights()["up.weight"], own["up.weight"])
 
 
@@ -776,15 +781,17 @@ def test_training_is_that_of_a_loop_written_by_hand() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        expected = {name: one.detach().numpy().copy() for name, one in by_hand.named_parameters()}
+        expected = {name: parameter.detach().numpy().copy() for name, parameter in by_hand.named_parameters()}
         if step in (0, 2):
-            found = training.first if step == 0 else training.last
-            for name, one in expected.items():
-                np.testing.assert_array_equal(found[name], one)
+            trained = training.first if step == 0 else training.last
+            for name, array in expected.items():
+                np.testing.assert_array_equal(trained[name], array)
     assert side.train(batches, "float64").last["up.weight"].dtype == np.float64
-    given = TorchSide(model, squares, optimizer=lambda one: torch.optim.SGD(one, lr=0.5)).train(batches[:1])
+    by_sgd = TorchSide(
+        model, squares, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    ).train(batches[:1])
     gradient = side.record(batches[0]).gradients["up.bias"]
-    np.testing.assert_allclose(given.last["up.bias"], side.weights()["up.bias"] - 0.5 * gradient, rtol=1e-6)
+    np.testing.assert_allclose(by_sgd.last["up.bias"], side.weights()["up.bias"] - 0.5 * gradient, rtol=1e-6)
 
 
 # Errors

@@ -83,14 +83,14 @@ def recording(*paths: str) -> Recording:
 def test_rules_that_say_two_things_of_one_weight_are_refused(side: str) -> None:
     # Of square matrices both fit, and the first would be taken.
     names = {"torch": ("a.weight", "a.weight"), "jax": ("a.weight", "b.weight")}[side]
-    given = "".join(
+    rules = "".join(
         f'[[rule]]\ntorch = "{name} : {axes}"\njax = "a/kernel : i o"\n'
         for name, axes in zip(names, ("o i", "i o"), strict=True)
     )
     square = np.ones((3, 3))
     word = {"torch": "a.weight", "jax": "a/kernel"}[side]
     with pytest.raises(MappingError, match=rf"{word} matches two rules of mapping test: .* and "):
-        WeightMap.of(table(given), dict.fromkeys(names, square), {"a/kernel": square})
+        WeightMap.of(table(rules), dict.fromkeys(names, square), {"a/kernel": square})
 
 
 def test_modules_that_own_the_same_parameters_are_partners() -> None:
@@ -125,8 +125,8 @@ def test_features_of_jax_have_the_numbers_that_they_have_in_torch() -> None:
     jax = "up/kernel : (b a) o"
     """
     table = parse_mapping(text, "features").with_axes({"a": 2, "b": 3})
-    one = np.arange(24.0).reshape(4, 6)
-    made = WeightMap.of(table, {"up.weight": one}, {"up/kernel": one.T})
+    weight = np.arange(24.0).reshape(4, 6)
+    made = WeightMap.of(table, {"up.weight": weight}, {"up/kernel": weight.T})
     assert made.feature_orders("up.weight", (4, 6))[0] == (0, 3, 1, 4, 2, 5)
 
 

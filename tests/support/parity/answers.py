@@ -28,9 +28,9 @@ class Answers:
         """The innermost torch module at or around ``path`` that has a partner with the same parameters."""
         separator = "." if side == "torch" else "/"
         while path:
-            found = self._of_torch(path) if side == "torch" else self._of_jax(path)
-            if found:
-                return found
+            owner = self._of_torch(path) if side == "torch" else self._of_jax(path)
+            if owner:
+                return owner
             path = path.rpartition(separator)[0]
         return ""
 
@@ -38,19 +38,19 @@ class Answers:
         owned = self._torch[path]
         image = {tensor for tensor, numbers in self._numbers.items() if numbers & owned}
         paths = {"/".join(tensor.split("/")[:k]) for tensor in image for k in range(len(tensor.split("/")))}
-        return path if owned and any(self._owned(one) == (image, owned) for one in paths) else ""
+        return path if owned and any(self._owned(candidate) == (image, owned) for candidate in paths) else ""
 
     def _of_jax(self, path: str) -> str:
         tensors, numbers = self._owned(path)
-        alike = [one for one, owned in self._torch.items() if owned == numbers]
+        alike = [torch_path for torch_path, owned in self._torch.items() if owned == numbers]
         image = {tensor for tensor, some in self._numbers.items() if some & numbers}
         return max(alike, key=len, default="") if numbers and image == tensors else ""
 
     def _owned(self, path: str) -> tuple[set[str], frozenset[int]]:
         """The JAX tensors below a path, and the torch parameters that they are made of."""
         below = {
-            one: some
-            for one, some in self._numbers.items()
-            if f"{one}/".startswith(f"{path}/" if path else "")
+            tensor: some
+            for tensor, some in self._numbers.items()
+            if f"{tensor}/".startswith(f"{path}/" if path else "")
         }
         return set(below), frozenset().union(*below.values())

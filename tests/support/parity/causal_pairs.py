@@ -56,8 +56,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def causal_pair(family: str, seed: int) -> Pair:
     """A family's pair; heads have 10 channels in all of them."""
-    kind, values = FAMILIES[family]
-    model_class = getattr(transformers, kind)
+    class_name, values = FAMILIES[family]
+    model_class = getattr(transformers, class_name)
     config = model_class.config_class(**values, use_cache=False, attn_implementation="eager")
     # Grouped matrix products know no float64.
     config._experts_implementation = "eager"

@@ -35,7 +35,7 @@ class TorchBiGRU(torch.nn.Module):
 
 def direction(p: Any, x: jax.Array, reverse: bool) -> jax.Array:
     """One direction of a layer: ``[B, T, size]`` -> ``[B, T, hidden]``."""
-    given = x @ p["w_in"] + p["b_in"]
+    inputs = x @ p["w_in"] + p["b_in"]
 
     def step(hidden: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = hidden @ p["w_state"] + p["b_state"]
@@ -48,7 +48,7 @@ def direction(p: Any, x: jax.Array, reverse: bool) -> jax.Array:
         return hidden, hidden
 
     zero = jnp.zeros((len(x), HIDDEN), x.dtype)
-    _, out = jax.lax.scan(step, zero, jnp.moveaxis(given, 1, 0), reverse=reverse)
+    _, out = jax.lax.scan(step, zero, jnp.moveaxis(inputs, 1, 0), reverse=reverse)
     return jnp.moveaxis(out, 0, 1)
 
 

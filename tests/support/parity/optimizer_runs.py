@@ -18,13 +18,13 @@ from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -> torch.optim.Optimizer:
     """An optimizer by its name in a plan. ``dtypes``, ``offload``: of optimizers of main weights."""
     if name == "adamw":
-        first, second = (getattr(torch, one) for one in dtypes)
+        first, second = (getattr(torch, dtype) for dtype in dtypes)
         return torch_impl.MainWeightAdamW(
             model.parameters(), exp_avg_dtype=first, exp_avg_sq_dtype=second, offload_fraction=offload
         )
     if name == "adafactor":
         return torch.optim.Adafactor(model.parameters())
-    first, second = (getattr(torch, one) for one in dtypes)
+    first, second = (getattr(torch, dtype) for dtype in dtypes)
     if name == "sgd-momentum":
         return torch_impl.MainWeightSGD(
             model.parameters(), momentum=0.9, momentum_dtype=first, offload_fraction=offload
@@ -52,14 +52,14 @@ def state_bytes(
         model(torch.full((3,), 0.1)).sum().backward()
         optimizer.step()
     report = model.memory_report(optimizer)
-    found = {"device": 0, "host": 0, "report": report.moments, "report host": report.on_host.moments}
+    nbytes = {"device": 0, "host": 0, "report": report.moments, "report host": report.on_host.moments}
     offloads = getattr(optimizer, "offloads", lambda _: False)
     moved = {param for param in optimizer.state if offloads(param)}
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if key != "step":
-                found["host" if param in moved else "device"] += local_of(value).untyped_storage().nbytes()
-    return found
+                nbytes["host" if param in moved else "device"] += local_of(value).untyped_storage().nbytes()
+    return nbytes
 
 
 def update_bytes(
@@ -78,8 +78,8 @@ def update_bytes(
         model(torch.full((3,), 0.1)).sum().backward()
         return optimizer.step
 
-    found = live_bytes(build, torch.device("cpu"))
-    return found.peak - found.rest
+    memory = live_bytes(build, torch.device("cpu"))
+    return memory.peak - memory.rest
 
 
 def peak_bytes(policy: str, name: str, dtype: str, frozen: list[str], batch: int, length: int) -> int:

@@ -103,8 +103,10 @@ def load(model: nnx.Module, arrays: Mapping[str, np.ndarray]) -> None:
     state = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
     flat = flat_state(model)
     shapes = {path: variable.get_raw_value().shape for path, variable in flat.items()}
-    given = {path: array.shape for path, array in arrays.items()}
-    assert given == shapes, f"given {sorted(given.items())}, the model has {sorted(shapes.items())}"
+    array_shapes = {path: array.shape for path, array in arrays.items()}
+    assert array_shapes == shapes, (
+        f"given {sorted(array_shapes.items())}, the model has {sorted(shapes.items())}"
+    )
     values = [
         (path, variable.replace(jnp.asarray(arrays["/".join(map(str, path))])))
         for path, variable in nnx.to_flat_state(state)

@@ -105,21 +105,21 @@ def _train(
 @contextmanager
 def by_group() -> Iterator[Counter[tuple[str, tuple[int, ...]]]]:
     """Count calls by kind and the ranks of their process group."""
-    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    originals = {kind: getattr(collectives, kind) for kind in KINDS}
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    originals = {collective: getattr(collectives, collective) for collective in KINDS}
 
-    def counting(kind: str) -> Any:
+    def counting(collective: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = args[1] if kind == "all_reduce" else args[2]
-            found[kind, tuple(dist.get_process_group_ranks(group))] += 1
-            return originals[kind](*args, **kwargs)
+            group = args[1] if collective == "all_reduce" else args[2]
+            counts[collective, tuple(dist.get_process_group_ranks(group))] += 1
+            return originals[collective](*args, **kwargs)
 
         return call
 
-    for kind in KINDS:
-        setattr(collectives, kind, counting(kind))
+    for collective in KINDS:
+        setattr(collectives, collective, counting(collective))
     try:
-        yield found
+        yield counts
     finally:
-        for kind, original in originals.items():
-            setattr(collectives, kind, original)
+        for collective, original in originals.items():
+            setattr(collectives, collective, original)

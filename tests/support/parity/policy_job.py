@@ -157,27 +157,27 @@ def sharded(policy: str, frozen: list[str], microbatches: int) -> Sharded:
 @contextmanager
 def recorded() -> Iterator[Counter[Call]]:
     """Every collective with the ranks that take part in it."""
-    found: Counter[Call] = Counter()
-    originals = {kind: getattr(collectives, kind) for kind in KINDS}
+    calls: Counter[Call] = Counter()
+    originals = {collective: getattr(collectives, collective) for collective in KINDS}
 
-    def recording(kind: str) -> Any:
+    def recording(collective: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            whole = args[1] if kind == "reduce_scatter" else args[0]
+            whole = args[1] if collective == "reduce_scatter" else args[0]
             parts = [whole] if isinstance(whole, torch.Tensor) else whole
-            ranks = dist.get_process_group_ranks(args[1] if kind == "all_reduce" else args[2])
+            ranks = dist.get_process_group_ranks(args[1] if collective == "all_reduce" else args[2])
             nbytes = sum(part.numel() * part.element_size() for part in parts)
-            found[kind, tuple(ranks), str(parts[0].dtype).removeprefix("torch."), nbytes] += 1
-            return originals[kind](*args, **kwargs)
+            calls[collective, tuple(ranks), str(parts[0].dtype).removeprefix("torch."), nbytes] += 1
+            return originals[collective](*args, **kwargs)
 
         return call
 
-    for kind in KINDS:
-        setattr(collectives, kind, recording(kind))
+    for collective in KINDS:
+        setattr(collectives, collective, recording(collective))
     try:
-        yield found
+        yield calls
     finally:
-        for kind, original in originals.items():
-            setattr(collectives, kind, original)
+        for collective, original in originals.items():
+            setattr(collectives, collective, original)
 
 
 def batch(data: DataConfig, step: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def losses(
     decoder = torch_impl.ShardingPolicy.load(policy).apply(Decoder(DecoderConfig(**vars(model))))
     optimizer = torch_impl.MainWeightAdamW(decoder.parameters(), **adamw)
     torch_impl.load_checkpoint(source, decoder, optimizer)
-    found = []
+    step_losses = []
     for step in steps:
         own = torch.from_numpy(rank_slice(batch(data, step), rank, world)).long()
         mean = torch.zeros((), dtype=torch.float64)
@@ -212,8 +212,8 @@ def losses(
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(mean)
-        found.append(mean.item() / world)
-    return found
+        step_losses.append(mean.item() / world)
+    return step_losses
 
 
 def cut_losses(
@@ -232,7 +232,7 @@ def cut_losses(
     decoder: Any = read.apply(Decoder(DecoderConfig(**vars(model))))
     optimizer = torch_impl.MainWeightAdamW(decoder.parameters(), **adamw)
     train = torch_impl.load_checkpoint(source, decoder, optimizer)
-    found = []
+    step_losses = []
     for step in steps:
         rows = rank_slice(batch(data, step), dist.get_rank() // alike, world // alike)
         own = torch.from_numpy(rows).long()
@@ -242,6 +242,6 @@ def cut_losses(
         optimizer.zero_grad()
         mean = loss.detach().double()
         dist.all_reduce(mean)
-        found.append(mean.item() / world)
+        step_losses.append(mean.item() / world)
     torch_impl.save_checkpoint(destination, decoder, optimizer, {**train, "step": steps.stop})
-    return found
+    return step_losses

@@ -112,8 +112,8 @@ def _mesh() -> Any:
 
 
 WAYS: dict[str, Callable[[nn.Module, str], None]] = {
-    one.__name__: one
-    for one in (
+    function.__name__: function
+    for function in (
         *(fsdp2, ours, two_axes, tensor_parallel, local_shards, sharded_tensors),
         *(without_reduction, unreduced_gradients),
     )
@@ -145,9 +145,10 @@ def capture(way: str, path: str, options: dict[str, Any] | None = None) -> tuple
         options["loss"] = square_loss
     capture_torch(model, rows_of(way), path, **options)
     after = {
-        name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in model.state_dict().items()
+        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
+        for name, tensor in model.state_dict().items()
     }
-    return int(model.calls), all(torch.equal(before[name], one) for name, one in after.items())
+    return int(model.calls), all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def rows_of(way: str) -> np.ndarray:
@@ -199,10 +200,10 @@ def failing(where: str, path: str) -> None:
     fsdp2(model)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        found = square_loss(model, batch)
+        squared = square_loss(model, batch)
         if where == "loss" and dist.get_rank() == 1:
             raise RuntimeError("no loss")
-        return found
+        return squared
 
     if where == "other calls":
         model = Net()
