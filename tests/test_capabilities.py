@@ -49,12 +49,12 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 
 @functools.cache
 def sides() -> tuple[Side, ...]:
-    found = []
+    listed = []
     for title, cells in rows():
         capability, torch, jax, torch_command, jax_command = cells
-        found.append(Side(title, capability, "PyTorch", torch, torch_command))
-        found.append(Side(title, capability, "JAX", jax, jax_command))
-    return tuple(found)
+        listed.append(Side(title, capability, "PyTorch", torch, torch_command))
+        listed.append(Side(title, capability, "JAX", jax, jax_command))
+    return tuple(listed)
 
 
 @functools.cache
@@ -85,32 +85,32 @@ def faults_of(command: str) -> Iterator[str]:
         yield f"expected `pytest FILE::TEST ...`, `-k WORD` and `-m` last, got {command}"
         return
     chosen = []
-    for place in match["places"].split():
-        path, _, name = place.partition("::")
+    for node_id in match["places"].split():
+        path, _, name = node_id.partition("::")
         if not (ROOT / path).is_file():
             yield f"{path} is no file"
         elif name and name not in cases_of(path):
             yield f"{path} has no {name}"
         else:
-            chosen += [(path, one) for one in ([name] if name else cases_of(path))]
+            chosen += [(path, case) for case in ([name] if name else cases_of(path))]
     word = match["words"]
-    if word and not any(word in one or word in Path(path).read_text("utf-8") for path, one in chosen):
+    if word and not any(word in case or word in Path(path).read_text("utf-8") for path, case in chosen):
         yield f"-k {word} chooses nothing"
-    if chosen and not match["slow"] and all(cases_of(path)[one] for path, one in chosen):
+    if chosen and not match["slow"] and all(cases_of(path)[case] for path, case in chosen):
         yield "all tests are slow: expected -m"
 
 
 def test_tables_have_their_columns_and_titles() -> None:
-    found = list(rows())
-    assert {title for title, _ in found} == {
+    table_rows = list(rows())
+    assert {title for title, _ in table_rows} == {
         "Sharding",
         "States of optimizers",
         "Bytes at rest and at the peak",
         "Offload",
         "Fused projections and items",
     }
-    assert [cells for _, cells in found if len(cells) != len(COLUMNS) or not cells[0]] == []
-    names = Counter((title, cells[0]) for title, cells in found)
+    assert [cells for _, cells in table_rows if len(cells) != len(COLUMNS) or not cells[0]] == []
+    names = Counter((title, cells[0]) for title, cells in table_rows)
     assert [name for name, count in names.items() if count > 1] == []
 
 

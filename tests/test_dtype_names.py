@@ -92,7 +92,10 @@ def test_a_plan_takes_short_names_of_moments_and_batches(tmp_path: Path) -> None
     (tmp_path / "batch.toml").write_text(
         'x = { shape = [2], dtype = "bf16" }\ny = { shape = [2], dtype = "i32" }\n'
     )
-    assert [one.dtype for one in load_batch_shapes(tmp_path / "batch.toml").values()] == ["bfloat16", "int32"]
+    assert [array.dtype for array in load_batch_shapes(tmp_path / "batch.toml").values()] == [
+        "bfloat16",
+        "int32",
+    ]
 
 
 def test_parity_and_relays_take_short_names() -> None:

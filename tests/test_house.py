@@ -83,9 +83,9 @@ def test_nothing_imports_what_is_above_it() -> None:
 
 @pytest.mark.parametrize("room", [room for room in rooms() if room])
 def test_siblings_do_not_import_each_other_in_a_circle(room: str) -> None:
-    found = arrows(room)
-    for members in circles(found):
-        texts = [text for a in members for b in members for text in found[a].get(b, ())]
+    imports = arrows(room)
+    for members in circles(imports):
+        texts = [text for a in members for b in members for text in imports[a].get(b, ())]
         pytest.fail("\n".join([f"{' and '.join(members)} are a circle:", *sorted(texts)]))
 
 
@@ -160,7 +160,7 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git, which tells what is committed")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
+    top_level = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
     folders = {
         "torch_impl",
         "jax_impl",
@@ -186,7 +186,7 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
         "Makefile",
         ".gitignore",
     }
-    assert found <= folders | files | {"constraints.txt", "constraints-lowest.txt"}
+    assert top_level <= folders | files | {"constraints.txt", "constraints-lowest.txt"}
 
 
 # The links that a newcomer clicks, from README.md on, and a text of the last file that answers the question.

@@ -42,13 +42,13 @@ def modules(package: str) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {name.name.split(".")[0] for name in node.names}
+            modules |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add((node.module or "").split(".")[0])
-    return found
+            modules.add((node.module or "").split(".")[0])
+    return modules
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -60,9 +60,9 @@ def test_no_module_names_the_other_framework_in_an_import(package: str) -> None:
 
 def test_a_leg_imports_one_runtime_only() -> None:
     for path, own in RUNTIME_LEGS.items():
-        found = imported(path)
-        assert found & own, path
-        assert not found & (TORCH | JAX) - own
+        modules = imported(path)
+        assert modules & own, path
+        assert not modules & (TORCH | JAX) - own
 
 
 def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:

@@ -146,5 +146,5 @@ def test_equivalent_mutants_are_of_lines_that_are_there() -> None:
 
 def test_the_table_counts_rooms() -> None:
     (_, mutant), *_ = draw(1, 1, ("torch_impl/comm",))
-    found = [("a", mutant, Outcome(said)) for said in ("killed", "killed", "survived", "equivalent")]
-    assert table(found).splitlines()[-1].split()[-4:] == ["67", "%", "67", "%"]
+    outcomes = [("a", mutant, Outcome(said)) for said in ("killed", "killed", "survived", "equivalent")]
+    assert table(outcomes).splitlines()[-1].split()[-4:] == ["67", "%", "67", "%"]

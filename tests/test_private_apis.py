@@ -29,24 +29,24 @@ def uses(text: str, own: frozenset[str] = frozenset()) -> set[str]:
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for one in node.names:
-                imported[one.asname or one.name.split(".")[0]] = (
-                    one.name if one.asname else one.name.split(".")[0]
+            for alias in node.names:
+                imported[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
                 )
         elif isinstance(node, ast.ImportFrom):
-            for one in node.names:
-                imported[one.asname or one.name] = f"{node.module}.{one.name}"
-    found = set(map(_cut, _found(tree, imported, own)))
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    apis = set(map(_cut, _reached(tree, imported, own)))
     # Of a chain such as torch._C._autograd._name, only the whole is an API.
-    return {one for one in found if not any(other.startswith(f"{one}.") for other in found)} - PUBLIC
+    return {api for api in apis if not any(other.startswith(f"{api}.") for other in apis)} - PUBLIC
 
 
-def _found(tree: ast.AST, imported: dict[str, str], own: frozenset[str]) -> Iterator[str]:
+def _reached(tree: ast.AST, imported: dict[str, str], own: frozenset[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names if _private(one.name))
+            yield from (alias.name for alias in node.names if _private(alias.name))
         elif isinstance(node, ast.ImportFrom):
-            names = (f"{node.module}.{one.name}" for one in node.names)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name for name in names if _private(name))
         elif isinstance(node, ast.Attribute):
             path = _path(node, imported)
@@ -58,7 +58,9 @@ def _found(tree: ast.AST, imported: dict[str, str], own: frozenset[str]) -> Iter
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
             words = [
-                one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
             ]
             if called in IMPORTERS and words and _private(words[0]):
                 yield words[0]
@@ -68,9 +70,9 @@ def _found(tree: ast.AST, imported: dict[str, str], own: frozenset[str]) -> Iter
             # (module, "_name", replacement)
             module, *rest = node.elts or [None]
             path = None if module is None else _path(module, imported)
-            for one in rest if path is not None else ():
-                if isinstance(one, ast.Constant) and _private(f"{path}.{one.value}"):
-                    yield f"{path}.{one.value}"
+            for argument in rest if path is not None else ():
+                if isinstance(argument, ast.Constant) and _private(f"{path}.{argument.value}"):
+                    yield f"{path}.{argument.value}"
 
 
 def _path(node: ast.expr, imported: dict[str, str]) -> str | None:
@@ -87,13 +89,13 @@ def _private(path: str) -> bool:
     root, *parts = path.split(".")
     if root in PACKAGES or root == "__future__":
         return False
-    return any(map(_underscored, parts)) or any(path.startswith(f"{one}.") for one in UNSTABLE)
+    return any(map(_underscored, parts)) or any(path.startswith(f"{prefix}.") for prefix in UNSTABLE)
 
 
 def _cut(path: str) -> str:
     """Up to one name after the last private one: what an object of that name can do is not told apart."""
     parts = path.split(".")
-    last = max((place for place, part in enumerate(parts) if _underscored(part)), default=len(parts))
+    last = max((index for index, part in enumerate(parts) if _underscored(part)), default=len(parts))
     return ".".join(parts[: last + 2])
 
 
@@ -106,22 +108,22 @@ def own_names(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
-        for one in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(one, ast.FunctionDef):
-                yield one.name
-            elif isinstance(one, ast.AnnAssign | ast.Assign):
-                targets = [one.target] if isinstance(one, ast.AnnAssign) else one.targets
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, ast.FunctionDef):
+                yield member.name
+            elif isinstance(member, ast.AnnAssign | ast.Assign):
+                targets = [member.target] if isinstance(member, ast.AnnAssign) else member.targets
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def in_code() -> set[tuple[str, str]]:
-    found = set()
+    used = set()
     for package in PACKAGES:
         files = {path: path.read_text() for path in sorted((ROOT / package).rglob("*.py"))}
         own = frozenset(name for text in files.values() for name in own_names(text) if _underscored(name))
         for path, text in files.items():
-            found |= {(api, path.relative_to(ROOT).as_posix()) for api in uses(text, own)}
-    return found
+            used |= {(api, path.relative_to(ROOT).as_posix()) for api in uses(text, own)}
+    return used
 
 
 def in_table() -> set[tuple[str, str]]:
@@ -142,7 +144,7 @@ def test_the_table_names_every_private_api_and_every_file_that_uses_it():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "api"),
     [
         ("from torch._C import name", "torch._C.name"),
         ("import jax._src.core", "jax._src.core"),
@@ -156,8 +158,8 @@ def test_the_table_names_every_private_api_and_every_file_that_uses_it():
         ("from torch import nn\nWRAPPED = ((nn, '_name', wrap),)", "torch.nn._name"),
     ],
 )
-def test_a_private_api_is_seen_however_it_is_reached(text: str, found: str):
-    assert uses(text) == {found}
+def test_a_private_api_is_seen_however_it_is_reached(text: str, api: str):
+    assert uses(text) == {api}
 
 
 def test_own_names_public_names_and_python_itself_are_none():

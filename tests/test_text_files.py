@@ -51,9 +51,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("kind", TOML)
-def test_toml_that_cannot_be_read_is_refused_with_file_and_line(tmp_path: Path, kind: str, bad: str) -> None:
-    read, error = TOML[kind]
+@pytest.mark.parametrize("reader", TOML)
+def test_toml_that_cannot_be_read_is_refused_with_file_and_line(
+    tmp_path: Path, reader: str, bad: str
+) -> None:
+    read, error = TOML[reader]
     content, text = BAD[bad]
     (tmp_path / "x.toml").write_bytes(content)
     with pytest.raises(error, match=f"x.toml.*{text}") as raised:
@@ -61,9 +63,9 @@ def test_toml_that_cannot_be_read_is_refused_with_file_and_line(tmp_path: Path, 
     assert len(str(raised.value)) < 1000
 
 
-@pytest.mark.parametrize("kind", [*TOML, *OTHERS])
-def test_pipes_and_devices_are_not_waited_for(tmp_path: Path, kind: str) -> None:
-    read, error = (TOML | OTHERS)[kind]
+@pytest.mark.parametrize("reader", [*TOML, *OTHERS])
+def test_pipes_and_devices_are_not_waited_for(tmp_path: Path, reader: str) -> None:
+    read, error = (TOML | OTHERS)[reader]
     os.mkfifo(tmp_path / "x.toml")
     (tmp_path / "device.toml").symlink_to("/dev/zero")
     for name in ("x.toml", "device.toml"):
@@ -105,9 +107,9 @@ def test_what_people_write_is_read(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xef\xbb\xbfmatch = ["' + b'", "'.join([b"a.b.c.d"] * 2000) + b'"]\nnote = "' + b"." * 999 + b'"'
     )
-    found = load_toml(path, ValueError)
-    assert len(found["match"]) == 2000
-    assert list(found) == ["match", "note"]
+    table = load_toml(path, ValueError)
+    assert len(table["match"]) == 2000
+    assert list(table) == ["match", "note"]
 
 
 def test_the_error_of_a_folder_has_its_path(tmp_path: Path) -> None:

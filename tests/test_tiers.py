@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mutations import MUTATIONS, ROOT, place
+from tests.support.mutations import MUTATIONS, ROOT, file_of
 from tests.support.pairwise import covering, together
 from tests.support.slow_share import shares_of
 
@@ -58,28 +58,28 @@ def test_cases_that_are_not_named_are_slow(request: pytest.FixtureRequest, numbe
 
 
 def test_cases_that_are_named_exist(request: pytest.FixtureRequest) -> None:
-    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    ids_of: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for item in request.session.items:
         if mark := item.get_closest_marker("fast_cases"):
-            found.setdefault((item.nodeid.partition("[")[0], mark.args), set()).add(item.callspec.id)
+            ids_of.setdefault((item.nodeid.partition("[")[0], mark.args), set()).add(item.callspec.id)
     # Fewer are some that were chosen by hand.
-    wrong = [(test, set(ids) - all_) for (test, ids), all_ in found.items() if len(all_) > len(ids)]
+    wrong = [(test, set(ids) - all_) for (test, ids), all_ in ids_of.items() if len(all_) > len(ids)]
     assert [(test, missing) for test, missing in wrong if missing] == []
 
 
 def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:
     for mutation in MUTATIONS:
-        place(mutation, ROOT)
+        file_of(mutation, ROOT)
         assert all((ROOT / "tests" / test).exists() for test in mutation.tests.split()), mutation
 
 
 def test_each_slow_file_is_in_one_share_and_shares_are_alike() -> None:
     counts = {f"tests/test_{k}.py": 1 + k % 7 for k in range(60)}
-    found = shares_of(counts, 5)
-    assert set(found) == set(counts)
-    sizes = [sum(counts[file] for file in counts if found[file] == share) for share in range(5)]
+    share_of = shares_of(counts, 5)
+    assert set(share_of) == set(counts)
+    sizes = [sum(counts[file] for file in counts if share_of[file] == share) for share in range(5)]
     assert max(sizes) - min(sizes) <= 2
-    assert found == shares_of(dict(reversed(counts.items())), 5)
+    assert share_of == shares_of(dict(reversed(counts.items())), 5)
 
 
 SLOW_TESTS = """

@@ -23,10 +23,12 @@ def test_the_lowest_end_is_what_pyproject_allows_at_least():
         for line in (versions.ROOT / "constraints-lowest.txt").read_text().splitlines()
         if not line.startswith("#")
     )
-    texts = [one for extra in ("torch", "jax", "test") for one in EXTRAS[extra]]
+    texts = [text for extra in ("torch", "jax", "test") for text in EXTRAS[extra]]
     bounds = {}
     for requirement in map(Requirement, [*PROJECT["dependencies"], *texts]):
-        (bounds[requirement.name],) = (one.version for one in requirement.specifier if one.operator == ">=")
+        (bounds[requirement.name],) = (
+            bound.version for bound in requirement.specifier if bound.operator == ">="
+        )
     assert {name: Version(pin) for name, pin in pins.items()} == {
         name: Version(bound) for name, bound in bounds.items()
     }
@@ -44,8 +46,8 @@ def test_an_interpreter_that_is_found_and_fails_is_passed_over(
     shim.write_text("#!/bin/sh\nexit 127\n")
     right.parent.mkdir(parents=True)
     right.write_text("#!/bin/sh\necho 3.11\n")
-    for one in (shim, right):
-        one.chmod(0o755)
+    for script in (shim, right):
+        script.chmod(0o755)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / ".pyenv"))
     monkeypatch.delenv("PYTHON_LOW", raising=False)
     monkeypatch.setattr(sys, "executable", str(shim))

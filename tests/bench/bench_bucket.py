@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     nbytes, port = int(options.gb * 1e9), free_port()
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, Python {platform.python_version()}, moto")
-    found: dict[str, list[tuple[float, int]]] = {}
+    costs: dict[str, list[tuple[float, int]]] = {}
     with (
         tempfile.TemporaryDirectory() as scratch,
         server("-m", "moto.server", "-p", str(port), port=port) as url,
@@ -157,18 +157,18 @@ def main() -> None:
         os.environ["TMPDIR"] = "/nonexistent"
         for number in range(options.rounds):
             for title, call in paths(folder, data, nbytes, number):
-                found.setdefault(title, []).append(measured(call))
+                costs.setdefault(title, []).append(measured(call))
             for format in FORMATS:
                 shutil.rmtree(folder / f"{format}{number}")
                 system.rm(f"{BUCKET}/{format}{number}", recursive=True)
             system.rm([f"{BUCKET}/plain{number}", *system.find(f"{BUCKET}/both{number}")])
     print("| path | MB/s | of the plain copy | peak MB |\n|---|---:|---:|---:|")
-    medians = {title: statistics.median(seconds for seconds, _ in runs) for title, runs in found.items()}
+    medians = {title: statistics.median(seconds for seconds, _ in runs) for title, runs in costs.items()}
     down, up = medians["plain copy from the bucket"], medians["plain copy to the bucket"]
     for title, seconds in medians.items():
         beside = down + up if title.startswith("bucket") and "-> bucket" in title else up
         beside = down if title.endswith(("on disk", "from the bucket")) else beside
-        peak = max(peak for _, peak in found[title])
+        peak = max(peak for _, peak in costs[title])
         print(f"| {title} | {nbytes / seconds / 1e6:.0f} | {beside / seconds:.0%} | {peak / 1e6:.0f} |")
 
 

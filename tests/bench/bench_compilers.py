@@ -63,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += table
         compiler.close()
     if options.json:
-        found = [
-            {"setting": one.to_json(), "found": what if isinstance(what, str) else what.to_json()}
-            for one, what in rows
+        records = [
+            {"setting": setting.to_json(), "found": what if isinstance(what, str) else what.to_json()}
+            for setting, what in rows
         ]
-        options.json.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "found": found}) + "\n")
+        options.json.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "found": records}) + "\n")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -145,11 +145,11 @@ def _contestants(setting: Setting) -> list[Setting]:
 
 def _compiled(compiler: Compiler, setting: Setting) -> Compiled | str:
     try:
-        found = compiler.compile(setting)
+        compiled = compiler.compile(setting)
     except RuntimeError as error:
         return str(error)
-    print(f"{setting}: {found.seconds:.0f} s", file=sys.stderr, flush=True)
-    return found
+    print(f"{setting}: {compiled.seconds:.0f} s", file=sys.stderr, flush=True)
+    return compiled
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
@@ -164,26 +164,28 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     yield f"{first.target}, {', '.join(what)}: number, MB and overlapping share of collectives\n"
     yield f"| | compile s | temporary MB | {' | '.join(KINDS.values())} |"
     yield f"|---|{'---:|' * (2 + len(KINDS))}"
-    for setting, found in rows:
+    for setting, outcome in rows:
         name = (
             f"{setting.contestant} engine" if setting.contestant in (SHARD_MAP, PJIT) else setting.contestant
         )
         name += ", embed and lm_head apart" if setting.units else ""
-        if isinstance(found, str):
-            yield f"| {name} | failed: {' '.join(found.split())[:120]} |{' |' * (1 + len(KINDS))}"
+        if isinstance(outcome, str):
+            yield f"| {name} | failed: {' '.join(outcome.split())[:120]} |{' |' * (1 + len(KINDS))}"
             continue
-        cells = [_cell(found, kind) for kind in KINDS]
-        yield f"| {name} | {found.seconds:.0f} | {found.temporary / 1e6:.0f} | {' | '.join(cells)} |"
+        cells = [_cell(outcome, collective) for collective in KINDS]
+        yield f"| {name} | {outcome.seconds:.0f} | {outcome.temporary / 1e6:.0f} | {' | '.join(cells)} |"
     yield ""
 
 
-def _cell(found: Compiled, kind: str) -> str:
+def _cell(compiled: Compiled, collective: str) -> str:
     """Without scalars, such as the loss."""
-    chosen: list[Any] = [one for one in found.collectives if one.kind == kind and one.bytes > 64 * one.times]
+    chosen: list[Any] = [
+        call for call in compiled.collectives if call.kind == collective and call.bytes > 64 * call.times
+    ]
     if not chosen:
         return "0"
-    times, size = sum(one.times for one in chosen), sum(one.bytes for one in chosen)
-    return f"{times}, {size / 1e6:.0f}, {found.overlap(kind):.0%}"
+    times, size = sum(call.times for call in chosen), sum(call.bytes for call in chosen)
+    return f"{times}, {size / 1e6:.0f}, {compiled.overlap(collective):.0%}"
 
 
 if __name__ == "__main__":

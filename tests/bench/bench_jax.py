@@ -114,7 +114,7 @@ def _stacked(options: argparse.Namespace) -> list[bool]:
     return [True, False] if options.layers == "both" else [options.layers == "scan"]
 
 
-def _found(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answers(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     for request in requests:
         begun = time.monotonic()
@@ -147,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     settings = [] if options.only == "bytes" else _settings(options, devices, simulated)
     asked = {"contestants": options.contestants, "rounds": rounds, "repeat": repeat}
-    timed = _found([{"what": "times", "setting": setting.to_json(), **asked} for setting in settings])
+    timed = _answers([{"what": "times", "setting": setting.to_json(), **asked} for setting in settings])
     if timed:
         print("\n".join(times_table(timed)), flush=True)
-    weighed = _found(
+    weighed = _answers(
         [
             {
                 "what": "bytes",

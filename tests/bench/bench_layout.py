@@ -168,8 +168,8 @@ def medians(cells: Iterable[Cell]) -> dict[int, dict[str, float]]:
         by_shards.setdefault(cell.shards, []).append(cell)
     rules = ("lcm", "fsdp2", "ours", "coarse", "bound", "tiled", "tiled_lcm", "tiled_bound", "auto")
     return {
-        n: {rule: statistics.median(getattr(cell, rule) for cell in found) for rule in rules}
-        for n, found in by_shards.items()
+        n: {rule: statistics.median(getattr(cell, rule) for cell in group) for rule in rules}
+        for n, group in by_shards.items()
     }
 
 
@@ -191,30 +191,30 @@ def as_printed(value: float, figure: str) -> float:
 def violations(cells: Sequence[Cell]) -> list[str]:
     """What the planner promises and ``cells`` break, a sentence each; medians are judged over all groups only."""
     figures = notes_figures()
-    found = []
+    lines = []
     for cell in cells:
         where = f"{cell.group}, {cell.shards} shards"
         if cell.ours > cell.lcm:
-            found.append(f"{where}: expected at most the LCM rule's {cell.lcm:.4f} %, got {cell.ours:.4f} %")
+            lines.append(f"{where}: expected at most the LCM rule's {cell.lcm:.4f} %, got {cell.ours:.4f} %")
         if cell.ours < cell.bound:
-            found.append(f"{where}: expected at least the bound's {cell.bound:.4f} %, got {cell.ours:.4f} %")
+            lines.append(f"{where}: expected at least the bound's {cell.bound:.4f} %, got {cell.ours:.4f} %")
         if not cell.tiled_bound <= cell.tiled <= cell.tiled_lcm:
-            found.append(
+            lines.append(
                 f"{where}, align={ALIGN}: expected from the bound's {cell.tiled_bound:.4f} % to the LCM rule's "
                 f"{cell.tiled_lcm:.4f} %, got {cell.tiled:.4f} %"
             )
         figure = figures.get((cell.group, cell.shards), ("", "", "", ""))[2]
         if figure and as_printed(cell.ours, figure) > float(figure):
-            found.append(f"{where}: expected at most the notes' {figure} %, got {cell.ours:.4f} %")
+            lines.append(f"{where}: expected at most the notes' {figure} %, got {cell.ours:.4f} %")
     if {cell.group for cell in cells} == set(reference_groups()):
         for (n, median), (rule, with_align) in itertools.product(
             medians(cells).items(), (("ours", ""), ("tiled", f", align={ALIGN}"))
         ):
             if median[rule] > MOST_MEDIAN.get(n, math.inf):
-                found.append(
+                lines.append(
                     f"median over {n} shards{with_align}: expected at most {MOST_MEDIAN[n]} %, got {median[rule]:.4f} %"
                 )
-    return found
+    return lines
 
 
 def percent(value: float) -> str:
@@ -302,14 +302,14 @@ def print_times(cells: Sequence[Cell]) -> None:
             )
 
 
-def speed_shapes(kind: str) -> Shapes:
+def speed_shapes(case: str) -> Shapes:
     """100,000 tensors of one of ``SPEED_KINDS``."""
     layer = list(reference_groups()["DeepSeek-V3 layer, 2-D"].values())
 
     def shape(i: int) -> Shape:
-        if kind == "mixture of experts":
+        if case == "mixture of experts":
             return layer[i % len(layer)]
-        return i % 97 + 1, ODD_ROWS[i % len(ODD_ROWS)] if kind == "23 odd rows" else 256 + i % 20_000
+        return i % 97 + 1, ODD_ROWS[i % len(ODD_ROWS)] if case == "23 odd rows" else 256 + i % 20_000
 
     return {f"p{i}": shape(i) for i in range(100_000)}
 

@@ -72,13 +72,13 @@ class Peaks:
         status = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
         )
-        found = tuple(int(status[name].split()[0]) * 1024 / 1e9 for name in ("RssAnon", "VmRSS"))
-        self._now = (max(self._now[0], found[0]), max(self._now[1], found[1]))
-        self.all = (max(self.all[0], found[0]), max(self.all[1], found[1]))
+        sizes = tuple(int(status[name].split()[0]) * 1024 / 1e9 for name in ("RssAnon", "VmRSS"))
+        self._now = (max(self._now[0], sizes[0]), max(self._now[1], sizes[1]))
+        self.all = (max(self.all[0], sizes[0]), max(self.all[1], sizes[1]))
 
     def stage(self) -> tuple[float, float]:
-        found, self._now = self._now, (0.0, 0.0)
-        return found
+        peak, self._now = self._now, (0.0, 0.0)
+        return peak
 
 
 def compare(size: str, steps: int) -> None:

@@ -30,7 +30,7 @@ WITHIN = 0.10
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """Bytes. ``moment``: of the plan."""
 
     cell: Cell
@@ -52,38 +52,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     strategies = options.strategies or (["fsdp"] if options.quick else ["fsdp", "zero1", "zero2"])
     chosen = list(cells(models, lengths, options.microbatches or MICROBATCHES, strategies, stacked))
     measure = compiled_cells if options.runtime == "jax" else _torch_cells
-    found = []
+    rows = []
     print(
         f"| model | tokens | microbatches | recomputed | scanned | strategy | planned MB | {options.runtime} MB | |"
     )
     print("|---|--:|--:|---|---|---|--:|--:|--:|")
-    for one in measure(chosen):
-        found.append(one)
-        cell = one.cell
+    for row in measure(chosen):
+        rows.append(row)
+        cell = row.cell
         print(
             f"| {cell.model} | {cell.length} | {cell.microbatches} | {'yes' if cell.recompute else ''} | "
-            f"{'yes' if cell.stacked else ''} | {cell.strategy} | {one.planned / 1e6:.1f} | {one.actual / 1e6:.1f} | "
-            f"{100 * one.difference:+.1f} % |",
+            f"{'yes' if cell.stacked else ''} | {cell.strategy} | {row.planned / 1e6:.1f} | {row.actual / 1e6:.1f} | "
+            f"{100 * row.difference:+.1f} % |",
             flush=True,
         )
-    print("\n".join(summary(found)))
+    print("\n".join(summary(rows)))
     if options.json:
         options.json.write_text(
-            json.dumps({"date": time.strftime("%Y-%m-%d"), "found": [asdict(one) for one in found]}) + "\n"
+            json.dumps({"date": time.strftime("%Y-%m-%d"), "found": [asdict(row) for row in rows]}) + "\n"
         )
-    sys.exit(any(abs(one.difference) > WITHIN for one in found))
+    sys.exit(any(abs(row.difference) > WITHIN for row in rows))
 
 
-def summary(found: Sequence[Found]) -> Iterator[str]:
+def summary(rows: Sequence[Comparison]) -> Iterator[str]:
     """By model: cells, and the smallest and largest difference."""
     yield ""
-    for model in dict.fromkeys(one.cell.model for one in found):
-        mine = [one.difference for one in found if one.cell.model == model]
-        beyond = sum(abs(one) > WITHIN for one in mine)
+    for model in dict.fromkeys(row.cell.model for row in rows):
+        mine = [row.difference for row in rows if row.cell.model == model]
+        beyond = sum(abs(difference) > WITHIN for difference in mine)
         yield f"{model}: {len(mine)} cells, {100 * min(mine):+.1f} to {100 * max(mine):+.1f} %, {beyond} beyond 10 %"
 
 
-def compiled_cells(chosen: Sequence[Cell]) -> Iterator[Found]:
+def compiled_cells(chosen: Sequence[Cell]) -> Iterator[Comparison]:
     """Compiled in this process, whose first use of JAX it must be."""
     import jax_impl
     from bridge.compiling.compiled_leg import compiled
@@ -98,19 +98,19 @@ def compiled_cells(chosen: Sequence[Cell]) -> Iterator[Found]:
             answer = compiled({**request, "devices": DEVICES})
             (shapes,) = resolve_models(model, ["jax"], cell.stacks).values()
             peak = make_plan(shapes, policy, DEVICES, "jax", cell.workload).peak
-            yield Found(cell, peak.total, answer["peak"], peak.moment)
+            yield Comparison(cell, peak.total, answer["peak"], peak.moment)
 
 
-def _torch_cells(chosen: Sequence[Cell]) -> Iterator[Found]:
+def _torch_cells(chosen: Sequence[Cell]) -> Iterator[Comparison]:
     from tests.bench.torch_peaks import measured_cells
 
     for cell, planned, actual, moment in measured_cells(chosen):
-        yield Found(cell, planned, actual, moment)
+        yield Comparison(cell, planned, actual, moment)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
-        return [int(one) for one in text.split(",")]
+        return [int(number) for number in text.split(",")]
 
     def names(text: str) -> list[str]:
         return text.split(",")

@@ -72,43 +72,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     print("|" + "|".join(HEADINGS) + "|\n" + "|---" * 3 + "|---:" * (len(HEADINGS) - 3) + "|", flush=True)
-    for one in FIGURES:
-        if options.only in f"{one.target} {one.model}":
-            print("|" + "|".join(cells(one)) + "|", flush=True)
-    for source in dict.fromkeys(one.source for one in FIGURES):
+    for figure in FIGURES:
+        if options.only in f"{figure.target} {figure.model}":
+            print("|" + "|".join(cells(figure)) + "|", flush=True)
+    for source in dict.fromkeys(figure.source for figure in FIGURES):
         print(f"\npublished: {source}")
 
 
-def cells(one: Published) -> tuple[str, ...]:
+def cells(figure: Published) -> tuple[str, ...]:
     """A row of the table."""
-    row, estimate = compiled(one)
-    time_, per_device = estimate.time, one.rows * one.length
-    first = (f"Llama, {one.parameters}", one.target, f"{one.rows} x {one.length}", f"{one.rate:,.0f}")
+    row, estimate = compiled(figure)
+    time_, per_device = estimate.time, figure.rows * figure.length
+    first = (
+        f"Llama, {figure.parameters}",
+        figure.target,
+        f"{figure.rows} x {figure.length}",
+        f"{figure.rate:,.0f}",
+    )
     peak = "failed" if row.peak is None else human_bytes(row.peak)
-    measured = "" if one.memory is None else human_bytes(int(one.memory))
+    measured = "" if figure.memory is None else human_bytes(int(figure.memory))
     if time_ is None:
         return (*first, "unknown", "", "", peak, measured, "", "", "", "")
     rate = per_device / time_.total
     parts = (f"{part / time_.total:.0%}" for part in (time_.products, time_.memory, time_.exposed))
     seconds = f"{(row.found or {})['seconds']:.0f}"
     alone = f"{per_device / time_.products:,.0f}"
-    return (*first, f"{rate:,.0f}", f"{rate / one.rate:.2f}", alone, peak, measured, *parts, seconds)
+    return (*first, f"{rate:,.0f}", f"{rate / figure.rate:.2f}", alone, peak, measured, *parts, seconds)
 
 
-def compiled(one: Published) -> tuple[TargetRow, Estimate]:
+def compiled(figure: Published) -> tuple[TargetRow, Estimate]:
     """With layers recomputed, parameters and Adam in float32, products in bfloat16."""
     module = "tests.bench.public_llama"
-    batch = {"tokens": BatchArray((one.rows, one.length + 1), "int32")}
+    batch = {"tokens": BatchArray((figure.rows, figure.length + 1), "int32")}
     step = StepRequest(
-        f"{module}:{one.model}", Workload(one.rows, one.length, 1), ("layers",), f"{module}:loss", batch
+        f"{module}:{figure.model}",
+        Workload(figure.rows, figure.length, 1),
+        ("layers",),
+        f"{module}:loss",
+        batch,
     )
     policy = replace(load_policy("fsdp_bf16"), source="fsdp_bf16")
     (row,) = plan_targets(
-        step, [policy], [target_named(one.target)], recommended=True, say=lambda _: None
+        step, [policy], [target_named(figure.target)], recommended=True, say=lambda _: None
     ).rows
     model = resolve_models(step.model, ("jax",), step.stacked)["jax"]
-    roofline = Roofline(model.numel, one.rows * one.length)
-    assert machine_named(one.target).devices == row.task.target.devices
+    roofline = Roofline(model.numel, figure.rows * figure.length)
+    assert machine_named(figure.target).devices == row.task.target.devices
     return row, roofline.estimate(row)
 
 

@@ -93,16 +93,16 @@ def main() -> None:
                 walls: list[tuple[float, float, float]] = []
                 peaks = [0.0, 0.0]
                 for number in range(options.rounds):
-                    found = [0.0, 0.0]
+                    seconds = [0.0, 0.0]
                     # Whoever comes second finds a warmer machine.
                     for which in (0, 1) if number % 2 else (1, 0):
                         tree = ROOT if which else options.before.resolve()
-                        found[which], peak = converted(tree, sources[source], target, form)
+                        seconds[which], peak = converted(tree, sources[source], target, form)
                         peaks[which] = max(peaks[which], peak)
                     copy = removed(folder / "copy")
                     started = time.perf_counter()
                     subprocess.run(["cp", "-r", sources[source], copy], check=True)
-                    walls.append((*found, time.perf_counter() - started))
+                    walls.append((*seconds, time.perf_counter() - started))
                     removed(copy)
                 removed(target)
                 before, now, copies = zip(*walls, strict=True)

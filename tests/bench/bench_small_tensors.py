@@ -101,8 +101,8 @@ def main() -> None:
             os.sync()
             wall, cpu = time.perf_counter(), sum(os.times()[:4])
             works[title]()
-            found = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
-            best[title] = tuple(map(min, best.get(title, found), found))
+            spent = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
+            best[title] = tuple(map(min, best.get(title, spent), spent))
     copy = best["`cp -r`"][0]
     print("| work | wall s | over `cp -r` | CPU s | CPU us a tensor |\n|---|---:|---:|---:|---:|")
     for title, (wall, cpu) in best.items():

@@ -118,12 +118,12 @@ def chain(units: int, device: str, rounds: int, repeat: int) -> list[dict[str, l
     both: list[dict[str, list[Cost]]] = [{name: [] for name in CHAIN} for _ in range(2)]
     for number in range(rounds + 1):
         for _ in range(repeat):
-            for part, found in enumerate(both):
-                one = interleaved({name: calls[part] for name, calls in built.items()}, 1, 1, device)
+            for part, sums in enumerate(both):
+                turn = interleaved({name: calls[part] for name, calls in built.items()}, 1, 1, device)
                 if number:
                     for name in CHAIN:
-                        found[name] += one[name]
-    return [{name: _means(costs, repeat) for name, costs in found.items()} for found in both]
+                        sums[name] += turn[name]
+    return [{name: _means(costs, repeat) for name, costs in sums.items()} for sums in both]
 
 
 def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
@@ -137,7 +137,7 @@ def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
 def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat: int) -> Measured:
     """All engines at one number of ranks and one dtype. Memory is measured apart, since tracing takes time."""
     begun = time.monotonic()
-    found = launch(ranks, train, training, rounds, repeat)
+    per_rank = launch(ranks, train, training, rounds, repeat)
     memory = {name: _heaviest(launch, ranks, training, name) for name in ENGINES}
     dtype = str(training.dtype).removeprefix("torch.")
     print(f"{ranks} ranks, {dtype}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -145,9 +145,9 @@ def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat:
         ranks,
         dtype,
         training.tokens * ranks,
-        over_ranks([costs for costs, _ in found]),
+        over_ranks([costs for costs, _ in per_rank]),
         memory,
-        {name: [losses[name] for _, losses in found] for name in ENGINES},
+        {name: [losses[name] for _, losses in per_rank] for name in ENGINES},
     )
 
 
@@ -156,22 +156,22 @@ def _heaviest(launch: Launch, ranks: int, training: Training, engine: str) -> Li
     for _ in range(3):
         weights: list[LiveBytes] = launch(ranks, weigh, training, engine)
         fields = (field.name for field in dataclasses.fields(LiveBytes))
-        heaviest = LiveBytes(*(max(getattr(one, field) for one in weights) for field in fields))
+        heaviest = LiveBytes(*(max(getattr(live, field) for live in weights) for field in fields))
         if heaviest.left <= MOST_LEFT:
             break
     return heaviest
 
 
-def broken_promises(found: Sequence[Measured], emptied: Sequence[str] = ENGINES) -> list[str]:
+def broken_promises(runs: Sequence[Measured], emptied: Sequence[str] = ENGINES) -> list[str]:
     """Why the numbers mean nothing, a sentence each: losses that differ, memory that ``emptied`` did not hand back."""
     sentences = []
-    for one in found:
-        where = f"{one.ranks} ranks, {one.dtype}"
-        limits = LIMITS[getattr(torch, one.dtype)]
-        sentences += [f"{where}: {sentence}" for sentence in unequal_losses(one.losses, limits, "fsdp2")]
+    for run in runs:
+        where = f"{run.ranks} ranks, {run.dtype}"
+        limits = LIMITS[getattr(torch, run.dtype)]
+        sentences += [f"{where}: {sentence}" for sentence in unequal_losses(run.losses, limits, "fsdp2")]
         sentences += [
             f"{where}: expected at most {MOST_LEFT} live bytes of {NAMES[name]} after its deletion, got {memory.left}"
-            for name, memory in one.memory.items()
+            for name, memory in run.memory.items()
             if name in emptied and memory.left > MOST_LEFT
         ]
     return sentences
@@ -181,10 +181,10 @@ def overheads(
     launch: Launch, ranks: int, units: int, device: str, rounds: int, repeat: int
 ) -> list[Overhead]:
     """What sharding costs each unit at one number of ranks."""
-    found = launch(ranks, chain, units, device, rounds, repeat)
+    per_rank = launch(ranks, chain, units, device, rounds, repeat)
     result = []
     for part, what in enumerate(("forward and backward", "optimizer step")):
-        costs = over_ranks([rank[part] for rank in found])
+        costs = over_ranks([rank[part] for rank in per_rank])
         wall, cpu = (
             {
                 name: [
@@ -199,43 +199,45 @@ def overheads(
     return result
 
 
-def print_steps(found: Sequence[Measured]) -> None:
+def print_steps(runs: Sequence[Measured]) -> None:
     print("One step: medians; live bytes on the rank that holds most\n")
     print(
         "| ranks | dtype | engine | wall s | CPU s per rank | tokens/s | at rest MB | peak MB | losses, rank 0 |"
     )
     print("|---:|---|---|---:|---:|---:|---:|---:|---|")
-    for one in found:
+    for run in runs:
         for name in ENGINES:
-            wall, cpu, memory = one.median("wall", name), one.median("cpu", name), one.memory[name]
-            steps = one.losses[name][0]
+            wall, cpu, memory = run.median("wall", name), run.median("cpu", name), run.memory[name]
+            steps = run.losses[name][0]
             shown = ", ".join(f"{loss:.6f}" for loss in (steps[0], steps[1], steps[-1]))
             print(
-                f"| {one.ranks} | {one.dtype} | {NAMES[name]} | {wall:.3f} | {cpu:.3f} | {one.tokens / wall:.0f} | "
+                f"| {run.ranks} | {run.dtype} | {NAMES[name]} | {wall:.3f} | {cpu:.3f} | {run.tokens / wall:.0f} | "
                 f"{memory.rest / 1e6:.1f} | {memory.peak / 1e6:.1f} | {shown} |"
             )
     print("\nOurs over theirs: median (least-most) of the rounds\n")
     print("| ranks | dtype | over | wall | CPU | at rest | peak |")
     print("|---:|---|---|---:|---:|---:|---:|")
-    for one in found:
+    for run in runs:
         for peer in ENGINES[1:]:
-            ours, theirs = one.memory["ours"], one.memory[peer]
+            ours, theirs = run.memory["ours"], run.memory[peer]
             print(
-                f"| {one.ranks} | {one.dtype} | {NAMES[peer]} | {one.ratio('wall', peer)} | "
-                f"{one.ratio('cpu', peer)} | {ours.rest / theirs.rest:.3f} | {ours.peak / theirs.peak:.3f} |"
+                f"| {run.ranks} | {run.dtype} | {NAMES[peer]} | {run.ratio('wall', peer)} | "
+                f"{run.ratio('cpu', peer)} | {ours.rest / theirs.rest:.3f} | {ours.peak / theirs.peak:.3f} |"
             )
 
 
-def print_overheads(found: Sequence[Overhead], units: int) -> None:
+def print_overheads(rows: Sequence[Overhead], units: int) -> None:
     print(
         f"\nBeyond the plain module, microseconds per unit, {units} units: median (least-most) of the rounds\n"
     )
     print("| ranks | of | Twinshard CPU | FSDP2 CPU | ratio | Twinshard wall | FSDP2 wall |")
     print("|---:|---|---:|---:|---:|---:|---:|")
-    for one in found:
-        times = [spread(costs[name]) for costs in (one.cpu, one.wall) for name in CHAIN[1:]]
-        over = ratio(one.cpu["ours"], one.cpu["fsdp2"])
-        print(f"| {one.ranks} | {one.what} | {times[0]} | {times[1]} | {over} | {times[2]} | {times[3]} |")
+    for overhead in rows:
+        times = [spread(costs[name]) for costs in (overhead.cpu, overhead.wall) for name in CHAIN[1:]]
+        over = ratio(overhead.cpu["ours"], overhead.cpu["fsdp2"])
+        print(
+            f"| {overhead.ranks} | {overhead.what} | {times[0]} | {times[1]} | {over} | {times[2]} | {times[3]} |"
+        )
 
 
 def spread(values: Sequence[float]) -> str:
@@ -313,9 +315,9 @@ def main() -> None:
             for dtype in dtypes
         ]
         hooks = [
-            one
+            overhead
             for world in ([] if options.only == "steps" else [1] if on_gpu else [1, 2])
-            for one in overheads(launch, world, units, options.device, rounds, 5 * repeat)
+            for overhead in overheads(launch, world, units, options.device, rounds, 5 * repeat)
         ]
     finally:
         group.close()
@@ -325,7 +327,7 @@ def main() -> None:
         print_overheads(hooks, units)
     if options.json:
         report = {"steps": steps, "hooks": hooks}
-        plain = {key: [dataclasses.asdict(one) for one in found] for key, found in report.items()}
+        plain = {key: [dataclasses.asdict(row) for row in rows] for key, rows in report.items()}
         options.json.write_text(json.dumps(plain, indent=1) + "\n")
     # On CUDA all that the process holds counts, and DDP's buckets outlived its deletion there.
     broken = broken_promises(steps, ("ours", "fsdp2") if on_gpu else ENGINES)

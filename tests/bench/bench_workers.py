@@ -186,12 +186,13 @@ def main() -> None:
         best = idle = 0.0
         for _ in range(options.repeat):
             spare = spare_cores()
-            one = measure(source, folder / "out", mapping, 1)
-            two = measure(source, folder / "out", mapping, 2)
-            best, idle = max(best, one.wall / two.wall), max(idle, one.alone / two.alone)
+            single = measure(source, folder / "out", mapping, 1)
+            double = measure(source, folder / "out", mapping, 2)
+            best, idle = max(best, single.wall / double.wall), max(idle, single.alone / double.alone)
             print(
-                f"| {spare:.1f} | {one.wall:.2f} | {one.user:.2f} | {one.system:.2f} | {two.wall:.2f} | {two.user:.2f} "
-                f"| {two.system:.2f} | {one.wall / two.wall:.2f} | {one.alone / two.alone:.2f} |",
+                f"| {spare:.1f} | {single.wall:.2f} | {single.user:.2f} | {single.system:.2f} "
+                f"| {double.wall:.2f} | {double.user:.2f} | {double.system:.2f} "
+                f"| {single.wall / double.wall:.2f} | {single.alone / double.alone:.2f} |",
                 flush=True,
             )
         print(f"\nbest ratio: {best:.2f}, with idle cores {idle:.2f}")

@@ -102,9 +102,9 @@ def _rows(setting: Setting, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _held(compiled: Any) -> tuple[int, int]:
     """All bytes, and the temporary ones among them."""
-    found = compiled.memory_analysis()
-    temporary = int(found.temp_size_in_bytes)
-    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    analysis = compiled.memory_analysis()
+    temporary = int(analysis.temp_size_in_bytes)
+    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return int(kept) + temporary, temporary
 
 
@@ -115,10 +115,10 @@ def _on_device(tree: Any) -> int:
     )
 
 
-def _traffic(found: Mapping[Collective, int]) -> Traffic:
+def _traffic(counts: Mapping[Collective, int]) -> Traffic:
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for one, times in found.items():
-        calls[one.kind] += times
-        sizes[one.kind] += times * one.size * jnp.dtype(one.dtype).itemsize
-    return {kind: (calls[kind], sizes[kind]) for kind in sorted(calls)}
+    for collective, times in counts.items():
+        calls[collective.kind] += times
+        sizes[collective.kind] += times * collective.size * jnp.dtype(collective.dtype).itemsize
+    return {name: (calls[name], sizes[name]) for name in sorted(calls)}

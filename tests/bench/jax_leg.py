@@ -57,8 +57,8 @@ def devices() -> dict[str, Any]:
     """What JAX sees when nothing is simulated."""
     import jax
 
-    found = jax.devices()
-    return {"platform": found[0].platform, "kind": found[0].device_kind, "count": len(found)}
+    chips = jax.devices()
+    return {"platform": chips[0].platform, "kind": chips[0].device_kind, "count": len(chips)}
 
 
 def times(setting: Setting, contestants: list[str], rounds: int, repeat: int) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def times(setting: Setting, contestants: list[str], rounds: int, repeat: int) ->
     costs, timed = interleaved(steps, rounds, repeat)
     return {
         "setting": setting.to_json(),
-        "costs": {name: [dataclasses.asdict(cost) for cost in found] for name, found in costs.items()},
+        "costs": {
+            name: [dataclasses.asdict(cost) for cost in per_round] for name, per_round in costs.items()
+        },
         "losses": {name: losses[name] + timed[name] for name in contestants},
     }
 
@@ -90,11 +92,11 @@ def weights(setting: Setting, microbatches: int) -> dict[str, Any]:
     # The baselines shard as optim_grads_params does, and have no microbatches.
     pairs = [(name, STRATEGIES[-1]) for name in (BASELINE, BASELINE_XLA) if microbatches == 1]
     pairs += [(name, strategy) for name in (SHARD_MAP, PJIT) for strategy in STRATEGIES]
-    found = []
+    footprints = []
     for name, strategy in pairs:
-        one = weigh(name, dataclasses.replace(setting, strategy=strategy), model, mesh, microbatches)
-        found.append({"contestant": name, "strategy": strategy, **dataclasses.asdict(one)})
-    return {"setting": setting.to_json(), "microbatches": microbatches, "found": found}
+        footprint = weigh(name, dataclasses.replace(setting, strategy=strategy), model, mesh, microbatches)
+        footprints.append({"contestant": name, "strategy": strategy, **dataclasses.asdict(footprint)})
+    return {"setting": setting.to_json(), "microbatches": microbatches, "found": footprints}
 
 
 if __name__ == "__main__":

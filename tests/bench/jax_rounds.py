@@ -37,19 +37,19 @@ def unequal_losses(losses: Mapping[str, Sequence[float]], limit: float, referenc
 
     A loss may differ from that of ``reference`` in the same step by ``limit``, relatively; training has to lower it.
     """
-    found = []
+    sentences = []
     for name, steps in losses.items():
         off = [abs(a - b) / abs(b) for a, b in zip(steps, losses[reference], strict=True)]
         # A NaN compares false, and must be found.
         wrong = [k for k, difference in enumerate(off) if not difference <= limit]
         if wrong:
             k = wrong[0]
-            found.append(
+            sentences.append(
                 f"{name}, step {k + 1}: expected the loss of {reference}, {losses[reference][k]:.7f}, "
                 f"within {limit:g} of it, got {steps[k]:.7f}"
             )
         elif not steps[-1] < steps[0]:
-            found.append(
+            sentences.append(
                 f"{name}: expected a loss that falls, got {steps[0]:.7f} first and {steps[-1]:.7f} last"
             )
-    return found
+    return sentences

@@ -27,32 +27,32 @@ MB_LIMITS = {
 MARK = " **above**"
 
 
-def over_baseline(one: Answer, name: str, field: str) -> Ratio:
-    return ratio(*([cost[field] for cost in one["costs"][who]] for who in (name, BASELINE)))
+def over_baseline(answer: Answer, name: str, field: str) -> Ratio:
+    return ratio(*([cost[field] for cost in answer["costs"][who]] for who in (name, BASELINE)))
 
 
-def broken_promises(found: Sequence[Answer]) -> list[str]:
+def broken_promises(answers: Sequence[Answer]) -> list[str]:
     """Contestants that train something else than the baseline, a sentence each."""
     sentences = []
-    for one in found:
-        setting = Setting(**one["setting"])
-        wrong = unequal_losses(one["losses"], LOSS_LIMITS[setting.dtype], BASELINE)
+    for answer in answers:
+        setting = Setting(**answer["setting"])
+        wrong = unequal_losses(answer["losses"], LOSS_LIMITS[setting.dtype], BASELINE)
         sentences += [f"{setting.where}: {sentence}" for sentence in wrong]
     return sentences
 
 
-def times_table(found: Sequence[Answer]) -> Iterator[str]:
+def times_table(answers: Sequence[Answer]) -> Iterator[str]:
     yield "One step: medians; ratios to the baseline of the same round, median (least-most)\n"
     yield "| devices | dtype | layers | step | wall s | wall ratio | CPU s | CPU ratio | losses: first, last |"
     yield "|---:|---|---|---|---:|---:|---:|---:|---|"
-    for one in found:
-        setting = Setting(**one["setting"])
-        for name, costs in one["costs"].items():
+    for answer in answers:
+        setting = Setting(**answer["setting"])
+        for name, costs in answer["costs"].items():
             wall, cpu = (statistics.median(cost[field] for cost in costs) for field in ("wall", "cpu"))
-            ratios = {field: over_baseline(one, name, field) for field in ("wall", "cpu")}
+            ratios = {field: over_baseline(answer, name, field) for field in ("wall", "cpu")}
             mark = MARK if ratios["wall"].median > TIME_LIMITS.get(name, float("inf")) else ""
             shown = ("1", "1") if name == BASELINE else (f"{ratios['wall']}{mark}", str(ratios["cpu"]))
-            losses = one["losses"][name]
+            losses = answer["losses"][name]
             yield (
                 f"| {setting.devices} | {setting.dtype} | {_layers(setting)} | {NAMES[name]} | {wall:.3f} | "
                 f"{shown[0]} | {cpu:.3f} | {shown[1]} | {losses[0]:.5f}, {losses[-1]:.5f} |"
@@ -61,48 +61,48 @@ def times_table(found: Sequence[Answer]) -> Iterator[str]:
     yield f"\nLimits of the median wall ratio, agreed for 4 devices: {limits}."
 
 
-def bytes_table(found: Sequence[Answer]) -> Iterator[str]:
+def bytes_table(answers: Sequence[Answer]) -> Iterator[str]:
     yield "\nCompiled bytes of a whole step on one device, MB; collectives in the compiled step (full arrays, MB)\n"
     yield (
         "| layers | step | strategy | state | gradients | temporary | peak | limit | all-gather | reduce-scatter | "
         "all-reduce | other |"
     )
     yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for answer in found:
+    for answer in answers:
         setting = Setting(**answer["setting"])
-        for one in answer["found"]:
-            limit = limit_of(setting, one)
-            over = MARK if limit is not None and one["peak"] > 1e6 * limit else ""
-            sizes = [f"{one[field] / 1e6:.1f}" for field in ("state", "gradients", "temporary", "peak")]
+        for row in answer["found"]:
+            limit = limit_of(setting, row)
+            over = MARK if limit is not None and row["peak"] > 1e6 * limit else ""
+            sizes = [f"{row[field] / 1e6:.1f}" for field in ("state", "gradients", "temporary", "peak")]
             yield (
-                f"| {_layers(setting)} | {NAMES[one['contestant']]} | {one['strategy']} | {' | '.join(sizes)}{over} | "
-                f"{'' if limit is None else limit} | {' | '.join(_collectives(one))} |"
+                f"| {_layers(setting)} | {NAMES[row['contestant']]} | {row['strategy']} | {' | '.join(sizes)}{over} | "
+                f"{'' if limit is None else limit} | {' | '.join(_collectives(row))} |"
             )
     yield "\nThe shard_map engine as traced, before XLA merges or drops anything\n"
     yield "| layers | strategy | all-gather | reduce-scatter | all-reduce | other |"
     yield "|---|---|---:|---:|---:|---:|"
-    for answer in found:
-        for one in answer["found"]:
-            if one["traced"]:
-                shown = " | ".join(_collectives({"compiled": one["traced"]}))
-                yield f"| {_layers(Setting(**answer['setting']))} | {one['strategy']} | {shown} |"
+    for answer in answers:
+        for row in answer["found"]:
+            if row["traced"]:
+                shown = " | ".join(_collectives({"compiled": row["traced"]}))
+                yield f"| {_layers(Setting(**answer['setting']))} | {row['strategy']} | {shown} |"
 
 
-def limit_of(setting: Setting, one: Answer) -> int | None:
+def limit_of(setting: Setting, row: Answer) -> int | None:
     """MB; None where nothing was agreed."""
     agreed = Setting(8, recompute=setting.recompute, size="26M", rows=setting.rows, length=setting.length)
-    if one["contestant"] not in (SHARD_MAP, PJIT) or setting != agreed:
+    if row["contestant"] not in (SHARD_MAP, PJIT) or setting != agreed:
         return None
-    return MB_LIMITS.get((one["strategy"], setting.recompute), MB_LIMITS[one["strategy"], False])
+    return MB_LIMITS.get((row["strategy"], setting.recompute), MB_LIMITS[row["strategy"], False])
 
 
 def _layers(setting: Setting) -> str:
     return ("scan" if setting.stacked else "unrolled") + (", recompute" if setting.recompute else "")
 
 
-def _collectives(one: Answer) -> list[str]:
-    kinds = ("all_gather", "reduce_scatter", "psum")
-    counted = {kind: one["compiled"].get(kind, (0, 0)) for kind in kinds}
-    rest = [pair for kind, pair in one["compiled"].items() if kind not in kinds]
+def _collectives(row: Answer) -> list[str]:
+    collectives = ("all_gather", "reduce_scatter", "psum")
+    counted = {collective: row["compiled"].get(collective, (0, 0)) for collective in collectives}
+    rest = [pair for collective, pair in row["compiled"].items() if collective not in collectives]
     pairs = [*counted.values(), (sum(pair[0] for pair in rest), sum(pair[1] for pair in rest))]
     return [f"{calls} ({size / 1e6:.1f})" if calls else "0" for calls, size in pairs]

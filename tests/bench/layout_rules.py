@@ -75,16 +75,16 @@ def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
 
     end = 0
     while large:
-        kind = min(large, key=lambda kind: large[kind][0])
-        offsets[_pop(large, kind)] = end
-        gap = end + kind[0]
+        numel_and_row = min(large, key=lambda numel_and_row: large[numel_and_row][0])
+        offsets[_pop(large, numel_and_row)] = end
+        gap = end + numel_and_row[0]
         end = stop = _round_up(gap, chunk)
         fitting = [other for other in large if 0 < other[0] % chunk <= end - gap]
         if fitting:
-            kind = min(fitting, key=lambda kind: large[kind][0])
-            stop = end - kind[0] % chunk
-            offsets[_pop(large, kind)] = stop
-            end = stop + kind[0]
+            numel_and_row = min(fitting, key=lambda numel_and_row: large[numel_and_row][0])
+            stop = end - numel_and_row[0] % chunk
+            offsets[_pop(large, numel_and_row)] = stop
+            end = stop + numel_and_row[0]
         fill(gap, stop)
     end = fill(end, None)
     return LcmLayout(chunk, tuple(offsets), end)
@@ -124,10 +124,10 @@ def row_bound(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
     return _round_up(shard, align) * num_shards
 
 
-def _pop(queues: dict[tuple[int, int], deque[int]], kind: tuple[int, int]) -> int:
-    index = queues[kind].popleft()
-    if not queues[kind]:
-        del queues[kind]
+def _pop(queues: dict[tuple[int, int], deque[int]], numel_and_row: tuple[int, int]) -> int:
+    index = queues[numel_and_row].popleft()
+    if not queues[numel_and_row]:
+        del queues[numel_and_row]
     return index
 
 

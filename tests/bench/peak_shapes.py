@@ -124,6 +124,6 @@ def cells(
     stacked: Sequence[bool] = (False, True),
 ) -> Iterator[Cell]:
     """All combinations, with and without recomputation; Gemma 2's layers differ, and cannot be stacked."""
-    for one in itertools.product(models, lengths, microbatches, (False, True), stacked, strategies):
-        if not (one[0] == "gemma2" and one[4]):
-            yield Cell(*one)
+    for fields in itertools.product(models, lengths, microbatches, (False, True), stacked, strategies):
+        if not (fields[0] == "gemma2" and fields[4]):
+            yield Cell(*fields)

@@ -122,8 +122,8 @@ class Mixture(nnx.Module):
         goes = jax.nn.one_hot(chosen, s.experts, dtype=jnp.int32)
         # The place of a token in each of its experts; beyond the capacity one_hot gives zeros.
         counted = jnp.cumsum(goes.reshape(-1, s.experts), axis=0).reshape(goes.shape) - 1
-        place = counted.max(-1, where=goes > 0, initial=0)
-        where = jax.nn.one_hot(place, capacity, dtype=x.dtype)
+        position = counted.max(-1, where=goes > 0, initial=0)
+        where = jax.nn.one_hot(position, capacity, dtype=x.dtype)
         sent = jnp.einsum("tke,tkc->tec", goes.astype(x.dtype), where)
         mixed = self.experts(jnp.einsum("tec,td->ecd", sent, tokens))
         back = jnp.einsum("tke,tkc,tk->tec", goes.astype(x.dtype), where, weights.astype(x.dtype))

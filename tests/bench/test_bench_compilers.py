@@ -15,7 +15,7 @@ def settings(*arguments: str) -> list[list[Setting]]:
 
 def test_contestants_of_a_table_share_everything_else_and_engines_come_with_other_units_too():
     tables = settings()
-    assert [(one[0].size, one[0].stacked, one[0].recompute) for one in tables] == [
+    assert [(table[0].size, table[0].stacked, table[0].recompute) for table in tables] == [
         ("1024", False, False),
         ("1024", False, True),
         ("1024", True, False),
@@ -23,11 +23,11 @@ def test_contestants_of_a_table_share_everything_else_and_engines_come_with_othe
         ("Llama-3-8B", True, True),
     ]
     for table in tables:
-        assert [one.contestant for one in table] == [*CONTESTANTS, "shard_map", "pjit"]
-        assert [bool(one.units) for one in table] == [False] * 4 + [True] * 2
-        assert len({(one.stacked, one.recompute, one.dtype, one.rows, one.length) for one in table}) == 1
+        assert [row.contestant for row in table] == [*CONTESTANTS, "shard_map", "pjit"]
+        assert [bool(row.units) for row in table] == [False] * 4 + [True] * 2
+        assert len({(row.stacked, row.recompute, row.dtype, row.rows, row.length) for row in table}) == 1
     (quick,) = settings("--quick", "--recommended")
-    assert {(one.size, one.recommended) for one in quick} == {("256", True)}
+    assert {(row.size, row.recommended) for row in quick} == {("256", True)}
     (one_table,) = settings("--size", "1024", "--layers", "scan", "--recompute", "yes")
     assert one_table[0].stacked
     assert one_table[0].recompute
@@ -43,8 +43,11 @@ def test_a_row_has_number_bytes_and_overlap_without_scalars_and_says_what_failed
     gathers = Scheduled("all_gather", (Array("f32", 1_000_000),), 3, True, "a")
     reduced = Scheduled("reduce_scatter", (Array("f32", 2_000_000),), 1, False, "r")
     scalar = Scheduled("psum", (Array("f32", 1),), 1, False, "loss")
-    found = Compiled(2.4, 5_000_000, (gathers, reduced, scalar))
-    rows = [(Setting("h100:8", "pjit"), found), (Setting("h100:8", "by hand"), "RuntimeError:\nno  memory")]
+    compiled = Compiled(2.4, 5_000_000, (gathers, reduced, scalar))
+    rows = [
+        (Setting("h100:8", "pjit"), compiled),
+        (Setting("h100:8", "by hand"), "RuntimeError:\nno  memory"),
+    ]
     lines = list(bench_compilers._table(rows))
     assert "| pjit engine | 2 | 5 | 3, 12, 100% | 1, 8, 0% | 0 |" in lines
     assert "| by hand | failed: RuntimeError: no memory | | | | |" in lines

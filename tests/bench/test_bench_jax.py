@@ -79,14 +79,14 @@ def test_contestants_take_turns_and_each_round_begins_with_another() -> None:
 
     costs, losses = interleaved({name: (lambda name=name: step(name)) for name in "abc"}, rounds=3, repeat=2)
     assert "".join(order) == "aabbcc" + "bbccaa" + "ccaabb"
-    assert {name: len(found) for name, found in costs.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(per_round) for name, per_round in costs.items()} == {"a": 3, "b": 3, "c": 3}
     assert losses["a"] == [1, 2, 11, 12, 15, 16]
 
 
 def test_a_ratio_is_taken_within_each_round() -> None:
-    found = ratio([1.0, 9.0, 4.0], [2.0, 3.0, 4.0])
-    assert (found.least, found.median, found.most) == (0.5, 1.0, 3.0)
-    assert str(found) == "1.00 (0.50-3.00)"
+    spread = ratio([1.0, 9.0, 4.0], [2.0, 3.0, 4.0])
+    assert (spread.least, spread.median, spread.most) == (0.5, 1.0, 3.0)
+    assert str(spread) == "1.00 (0.50-3.00)"
     with pytest.raises(ValueError, match="zip"):
         ratio([1.0], [1.0, 2.0])
 
@@ -128,8 +128,8 @@ def test_the_hand_written_step_equals_one_on_a_single_device_without_shardings()
     steps = {stacked: _losses(dataclasses.replace(TINY, stacked=stacked)) for stacked in (True, False)}
     for k in range(3):
         params, opt_state, value = step(params, opt_state)
-        for found in steps.values():
-            np.testing.assert_allclose(found[k], value, rtol=1e-6)
+        for weights in steps.values():
+            np.testing.assert_allclose(weights[k], value, rtol=1e-6)
 
 
 def _losses(setting: Setting) -> list[float]:
@@ -154,12 +154,12 @@ def test_the_baseline_cuts_weights_and_moments_and_is_donated() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_contestants_train_the_same(dtype: str) -> None:
     setting = dataclasses.replace(TINY, dtype=dtype, recompute=dtype == "bfloat16")
-    found = times(setting, [BASELINE, SHARD_MAP, PJIT], rounds=2, repeat=1)
-    assert broken_promises([found]) == []
-    assert all(len(costs) == 2 for costs in found["costs"].values())
-    assert all(cost["wall"] > 0 and cost["cpu"] > 0 for costs in found["costs"].values() for cost in costs)
-    assert [len(losses) for losses in found["losses"].values()] == [4, 4, 4]
-    other = {**found, "losses": {**found["losses"], PJIT: [1.03 * x for x in found["losses"][PJIT]]}}
+    answer = times(setting, [BASELINE, SHARD_MAP, PJIT], rounds=2, repeat=1)
+    assert broken_promises([answer]) == []
+    assert all(len(costs) == 2 for costs in answer["costs"].values())
+    assert all(cost["wall"] > 0 and cost["cpu"] > 0 for costs in answer["costs"].values() for cost in costs)
+    assert [len(losses) for losses in answer["losses"].values()] == [4, 4, 4]
+    other = {**answer, "losses": {**answer["losses"], PJIT: [1.03 * x for x in answer["losses"][PJIT]]}}
     assert len(broken_promises([other])) == 1
 
 
@@ -188,14 +188,16 @@ def test_bytes_of_a_step_are_those_of_its_state_and_programs() -> None:
     model, mesh = model_of(TINY), data_parallel_mesh(4)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     for name in (BASELINE, BASELINE_XLA, SHARD_MAP, PJIT):
-        found = weigh(name, TINY, model, mesh)
-        assert 3 * parameters <= found.state < 3 * parameters + 4096
-        assert found.peak > found.state + found.gradients + found.temporary // 2
-        assert found.compiled["all_gather"][0] > 0
-        assert found.gradients == (0 if name in (BASELINE, BASELINE_XLA) else found.state // 3 // 4 * 4)
+        footprint = weigh(name, TINY, model, mesh)
+        assert 3 * parameters <= footprint.state < 3 * parameters + 4096
+        assert footprint.peak > footprint.state + footprint.gradients + footprint.temporary // 2
+        assert footprint.compiled["all_gather"][0] > 0
+        assert footprint.gradients == (
+            0 if name in (BASELINE, BASELINE_XLA) else footprint.state // 3 // 4 * 4
+        )
     # Two units are gathered twice and reduced once; the layers' unit each layer, and the loss is one number.
-    found = weigh(SHARD_MAP, TINY, model, mesh)
-    assert {kind: calls for kind, (calls, _) in found.traced.items()} == {
+    footprint = weigh(SHARD_MAP, TINY, model, mesh)
+    assert {collective: calls for collective, (calls, _) in footprint.traced.items()} == {
         "all_gather": 6,
         "reduce_scatter": 3,
         "psum": 1,
@@ -208,8 +210,8 @@ def test_bytes_of_a_step_are_those_of_its_state_and_programs() -> None:
 
 def test_bytes_above_what_the_prototype_had_are_marked() -> None:
     setting = Setting(8, size="26M", length=32)
-    one: dict[str, Any] = {"contestant": SHARD_MAP, "strategy": "optim_grads_params"}
-    one |= {
+    footprint: dict[str, Any] = {"contestant": SHARD_MAP, "strategy": "optim_grads_params"}
+    footprint |= {
         "state": 1,
         "gradients": 1,
         "temporary": 1,
@@ -217,20 +219,20 @@ def test_bytes_above_what_the_prototype_had_are_marked() -> None:
         "compiled": {"psum": (1, 4)},
         "traced": {},
     }
-    found = [
+    answers = [
         {
             "setting": setting.to_json(),
-            "found": [one, {**one, "peak": 107e6}, {**one, "contestant": BASELINE}],
+            "found": [footprint, {**footprint, "peak": 107e6}, {**footprint, "contestant": BASELINE}],
         }
     ]
-    rows = [row for row in bytes_table(found) if row.startswith("| scan")]
+    rows = [row for row in bytes_table(answers) if row.startswith("| scan")]
     assert [MARK in row for row in rows] == [True, False, False]
-    assert limit_of(setting, one) == 108
+    assert limit_of(setting, footprint) == 108
     recomputed = dataclasses.replace(setting, recompute=True)
-    assert limit_of(recomputed, one) == 94
-    assert limit_of(recomputed, {**one, "strategy": "optim"}) == 493
+    assert limit_of(recomputed, footprint) == 94
+    assert limit_of(recomputed, {**footprint, "strategy": "optim"}) == 493
     for other in ({"devices": 4}, {"size": "5M"}, {"stacked": False}):
-        assert limit_of(dataclasses.replace(setting, **other), one) is None
+        assert limit_of(dataclasses.replace(setting, **other), footprint) is None
 
 
 @pytest.mark.slow
@@ -243,10 +245,10 @@ def test_a_process_of_its_own_answers_with_sane_numbers(tmp_path: Path) -> None:
         check=True,
         timeout=500,
     )
-    (one,) = json.loads(report.read_text())["times"]
-    assert one["setting"]["devices"] == 2
-    assert all(0 < cost["wall"] < 60 for costs in one["costs"].values() for cost in costs)
-    assert broken_promises([one]) == []
+    (answer,) = json.loads(report.read_text())["times"]
+    assert answer["setting"]["devices"] == 2
+    assert all(0 < cost["wall"] < 60 for costs in answer["costs"].values() for cost in costs)
+    assert broken_promises([answer]) == []
 
 
 def test_a_process_that_fails_says_why() -> None:

@@ -136,9 +136,9 @@ def test_alignment_costs_next_to_nothing_on_usual_widths_and_tensors_start_on_ti
 
 def test_medians_are_by_shards(cells: list[Cell]) -> None:
     three = [dataclasses.replace(cells[0], shards=8, ours=x, lcm=9.0) for x in (5.0, 1.0, 2.0)]
-    found = medians([*three, dataclasses.replace(cells[0], shards=64, ours=7.0)])
-    assert {n: row["ours"] for n, row in found.items()} == {8: 2.0, 64: 7.0}
-    assert found[8]["lcm"] == 9.0
+    by_shards = medians([*three, dataclasses.replace(cells[0], shards=64, ours=7.0)])
+    assert {n: row["ours"] for n, row in by_shards.items()} == {8: 2.0, 64: 7.0}
+    assert by_shards[8]["lcm"] == 9.0
 
 
 def test_figures_are_rounded_as_they_are_printed() -> None:
@@ -150,8 +150,8 @@ def test_figures_are_rounded_as_they_are_printed() -> None:
 
 
 def test_the_large_cases_have_their_number_of_rows() -> None:
-    for kind, rows in zip(SPEED_KINDS, (5, 23, 20_000), strict=True):
-        shapes = speed_shapes(kind)
+    for case, rows in zip(SPEED_KINDS, (5, 23, 20_000), strict=True):
+        shapes = speed_shapes(case)
         assert len(shapes) == 100_000
         assert len({shape[1] for shape in shapes.values() if len(shape) > 1}) == rows
 

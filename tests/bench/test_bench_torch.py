@@ -73,11 +73,11 @@ def reduce_scattered() -> LiveBytes:
 
 
 def test_live_bytes_see_the_memory_of_gloo_threads_come_and_go(ranks: RankGroup) -> None:
-    for found in ranks.run(2, reduce_scattered):
+    for live in ranks.run(2, reduce_scattered):
         # gloo reduces a copy of the input, 4000 KB, besides the input and the shard of 2000 KB.
-        assert found.rest == 2000 * KB
-        assert 10_000 * KB <= found.peak <= 10_001 * KB
-        assert found.left < KB
+        assert live.rest == 2000 * KB
+        assert 10_000 * KB <= live.peak <= 10_001 * KB
+        assert live.left < KB
 
 
 def test_what_cuda_hands_back_late_is_neither_there_before_nor_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_engines_take_turns_in_every_round() -> None:
     finally:
         dist.destroy_process_group()
     assert "".join(order) == "aabbccaabbcc"
-    assert {name: len(found) for name, found in costs.items()} == {"a": 2, "b": 2, "c": 2}
+    assert {name: len(per_round) for name, per_round in costs.items()} == {"a": 2, "b": 2, "c": 2}
 
 
 def test_costs_are_those_of_one_call_and_cpu_seconds_count_all_threads() -> None:
@@ -137,12 +137,12 @@ def test_costs_are_those_of_one_call_and_cpu_seconds_count_all_threads() -> None
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        one = interleaved({"a": threaded}, rounds=1, repeat=1, device="cpu")["a"][0]
+        once = interleaved({"a": threaded}, rounds=1, repeat=1, device="cpu")["a"][0]
         many = interleaved({"a": threaded}, rounds=1, repeat=20, device="cpu")["a"][0]
     finally:
         dist.destroy_process_group()
-    assert one.cpu > 1e-3
-    assert many.cpu < 10 * one.cpu
+    assert once.cpu > 1e-3
+    assert many.cpu < 10 * once.cpu
 
 
 def test_the_slowest_rank_is_the_wall_time_and_cpu_seconds_are_the_mean() -> None:
@@ -152,9 +152,9 @@ def test_the_slowest_rank_is_the_wall_time_and_cpu_seconds_are_the_mean() -> Non
 
 
 def test_a_ratio_is_taken_within_each_round() -> None:
-    found = ratio([1.0, 9.0, 4.0], [2.0, 3.0, 4.0])
-    assert (found.least, found.median, found.most) == (0.5, 1.0, 3.0)
-    assert str(found) == "1.00 (0.50-3.00)"
+    spread = ratio([1.0, 9.0, 4.0], [2.0, 3.0, 4.0])
+    assert (spread.least, spread.median, spread.most) == (0.5, 1.0, 3.0)
+    assert str(spread) == "1.00 (0.50-3.00)"
     with pytest.raises(ValueError, match="zip"):
         ratio([1.0], [1.0, 2.0])
 
@@ -175,22 +175,22 @@ def test_the_whole_benchmark_in_small(
     ranks: RankGroup, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = Training(TINY, dtype, batch=2, length=8)
-    found = measure(ranks.run, 2, training, rounds=2, repeat=2)
-    assert broken_promises([found]) == []
-    assert found.tokens == 2 * 2 * 8
+    measurement = measure(ranks.run, 2, training, rounds=2, repeat=2)
+    assert broken_promises([measurement]) == []
+    assert measurement.tokens == 2 * 2 * 8
     for name in ENGINES:
-        assert len(found.costs[name]) == 2
-        assert all(cost.wall > 0 and cost.cpu > 0 for cost in found.costs[name])
-        assert [len(steps) for steps in found.losses[name]] == [WARM_STEPS + 2 * 2] * 2
+        assert len(measurement.costs[name]) == 2
+        assert all(cost.wall > 0 and cost.cpu > 0 for cost in measurement.costs[name])
+        assert [len(steps) for steps in measurement.losses[name]] == [WARM_STEPS + 2 * 2] * 2
         # Each rank has tokens of its own, and every engine trains.
-        assert found.losses[name][0] != found.losses[name][1]
-        assert all(steps[-1] < steps[0] for steps in found.losses[name])
+        assert measurement.losses[name][0] != measurement.losses[name][1]
+        assert all(steps[-1] < steps[0] for steps in measurement.losses[name])
     parameters = sum(param.numel() for param in prototype(training).parameters())
-    assert found.memory["ddp"].rest >= 4 * 4 * parameters
+    assert measurement.memory["ddp"].rest >= 4 * 4 * parameters
     for name in ("ours", "fsdp2"):
-        assert 3 * 4 * parameters / 2 <= found.memory[name].rest < 3 * 4 * parameters / 2 + 16 * KB
-        assert found.memory[name].peak > found.memory[name].rest
-    print_steps([found])
+        assert 3 * 4 * parameters / 2 <= measurement.memory[name].rest < 3 * 4 * parameters / 2 + 16 * KB
+        assert measurement.memory[name].peak > measurement.memory[name].rest
+    print_steps([measurement])
     assert capsys.readouterr().out.count("| 2 |") == len(ENGINES) + len(ENGINES) - 1
 
 
@@ -204,7 +204,7 @@ def test_an_engine_that_trains_something_else_is_reported() -> None:
         right, losses={**losses, "ours": [[3.0, 2.0 + 4 * LIMITS[torch.float32]["ours"]]]}
     )
     leaking = dataclasses.replace(right, memory={**memory, "ddp": LiveBytes(1, 2, 10**6)})
-    assert [len(broken_promises([one])) for one in (other, leaking)] == [1, 1]
+    assert [len(broken_promises([measurement])) for measurement in (other, leaking)] == [1, 1]
     assert broken_promises([leaking], ("ours", "fsdp2")) == []
     leaking = dataclasses.replace(right, memory={**memory, "ours": LiveBytes(1, 2, 10**6)})
     assert len(broken_promises([leaking], ("ours", "fsdp2"))) == 1
@@ -213,11 +213,11 @@ def test_an_engine_that_trains_something_else_is_reported() -> None:
 def test_hooks_are_counted_per_unit_beyond_the_plain_module(
     ranks: RankGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = overheads(ranks.run, 1, 3, "cpu", 2, 2)
-    assert [one.what for one in found] == ["forward and backward", "optimizer step"]
-    for one in found:
-        assert {name: len(values) for name, values in one.cpu.items()} == {"ours": 2, "fsdp2": 2}
-    print_overheads(found, 3)
+    rows = overheads(ranks.run, 1, 3, "cpu", 2, 2)
+    assert [overhead.what for overhead in rows] == ["forward and backward", "optimizer step"]
+    for overhead in rows:
+        assert {name: len(values) for name, values in overhead.cpu.items()} == {"ours": 2, "fsdp2": 2}
+    print_overheads(rows, 3)
     assert "| 1 | forward and backward |" in capsys.readouterr().out
 
 
@@ -226,9 +226,9 @@ def test_overhead_is_the_difference_in_microseconds_over_the_units() -> None:
         part = {"plain": [Cost(1.0, 2.0)], "ours": [Cost(1.5, 2.2)], "fsdp2": [Cost(2.0, 2.4)]}
         return [[part, part]] * world
 
-    one = overheads(launch, 2, 100, "cpu", 1, 1)[0]
-    assert one.wall == {"ours": [pytest.approx(5000)], "fsdp2": [pytest.approx(10_000)]}
-    assert one.cpu == {"ours": [pytest.approx(2000)], "fsdp2": [pytest.approx(4000)]}
+    overhead = overheads(launch, 2, 100, "cpu", 1, 1)[0]
+    assert overhead.wall == {"ours": [pytest.approx(5000)], "fsdp2": [pytest.approx(10_000)]}
+    assert overhead.cpu == {"ours": [pytest.approx(2000)], "fsdp2": [pytest.approx(4000)]}
 
 
 def test_unknown_engines_are_refused() -> None:

@@ -122,11 +122,11 @@ def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm:
 
 def _settled(device: torch.device) -> int:
     """Bytes of the process on ``device`` when nothing more is handed back: garbage, or what NCCL's threads held."""
-    found = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     while True:
         gc.collect()
         torch.cuda.synchronize(device)
         time.sleep(_LOOK_SECONDS)
-        last, found = found, torch.cuda.memory_allocated(device)
-        if found >= last:
-            return found
+        last, allocated = allocated, torch.cuda.memory_allocated(device)
+        if allocated >= last:
+            return allocated

@@ -36,11 +36,11 @@ def measured_cells(chosen: Sequence[Cell]) -> Iterator[tuple[Cell, int, int, str
 
 def planned(cell: Cell) -> tuple[int, str]:
     """Bytes and moment."""
-    family, kind = cell.model.removesuffix(EAGER), None
+    family, attention = cell.model.removesuffix(EAGER), None
     if cell.model != "decoder":
-        kind = Attention.plain if cell.model.endswith(EAGER) else Attention.fused
+        attention = Attention.plain if cell.model.endswith(EAGER) else Attention.fused
     with tempfile.TemporaryDirectory() as scratch:
-        (shapes,) = resolve_models(model_named(family, Path(scratch)), ["torch"], (), kind).values()
+        (shapes,) = resolve_models(model_named(family, Path(scratch)), ["torch"], (), attention).values()
     peak = make_plan(shapes, cell.policy(), RANKS, "torch", cell.workload).peak
     return peak.total, peak.moment
 

@@ -60,7 +60,7 @@ def unequal_losses(
 
     An engine may differ from ``reference`` by its limit, relatively, in each step on each rank.
     """
-    found = []
+    sentences = []
     for name, limit in limits.items():
         for rank, (steps, expected) in enumerate(zip(losses[name], losses[reference], strict=True)):
             off = [abs(a - b) / abs(b) for a, b in zip(steps, expected, strict=True)]
@@ -68,8 +68,8 @@ def unequal_losses(
             wrong = [k for k, difference in enumerate(off) if not difference <= limit]
             if wrong:
                 k = wrong[0]
-                found.append(
+                sentences.append(
                     f"{name}, rank {rank}, step {k + 1}: expected the loss of {reference}, {expected[k]:.7f}, "
                     f"within {limit:g} of it, got {steps[k]:.7f}"
                 )
-    return found
+    return sentences

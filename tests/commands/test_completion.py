@@ -39,8 +39,8 @@ def proposed(line: str, shell: str = "bash", *, cwd: Path = ROOT) -> list[str]:
 def test_families_and_their_conventions_are_proposed() -> None:
     assert proposed("twinshard convert a b --mapping lla") == ["llama"]
     assert set(proposed("twinshard diff a b --mapping ")) == set(family_names())
-    found = proposed("twinshard convert a b --mapping llama --into ")
-    assert found == [*load_mapping("llama").conventions]
+    conventions = proposed("twinshard convert a b --mapping llama --into ")
+    assert conventions == [*load_mapping("llama").conventions]
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ def test_names_are_proposed_by_what_is_typed(line: str, expected: list[str]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_the_same_names(shell: str) -> None:
-    (found,) = proposed("twinshard convert a b --mapping lla", shell)
-    assert "llama" in found
-    assert "qwen" not in found
+    (names,) = proposed("twinshard convert a b --mapping lla", shell)
+    assert "llama" in names
+    assert "qwen" not in names
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def layered(path: Path) -> Path:
 def call(*arguments: object, **environment: str) -> Result:
     app = typer.Typer()
     app.command()(inspect_command)
-    return CliRunner().invoke(app, [str(one) for one in arguments], env=environment)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
 
 
 def test_a_tree_has_groups_with_counts_and_bytes_and_layers_that_are_alike_once(tmp_path: Path) -> None:

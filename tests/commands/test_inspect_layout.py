@@ -58,7 +58,7 @@ def changed(slot: int | None = None, **fields: object) -> str:
     """The layout with fields of its own, or of one slot, replaced."""
     if slot is None:
         return json.dumps({**LAYOUT, **fields})
-    slots = [{**one, **fields} if k == slot else one for k, one in enumerate(SLOTS)]
+    slots = [{**original, **fields} if k == slot else original for k, original in enumerate(SLOTS)]
     return json.dumps({**LAYOUT, "slots": slots})
 
 
@@ -69,13 +69,13 @@ def one_tensor(rows: int, columns: int, num_shards: int, size: int, offset: int 
 
 def drawn_elements(layout: Layout, width: int) -> list[tuple[int, int, int, str]]:
     """``(rank, buffer, column, letter)`` of a text picture."""
-    found = []
+    elements = []
     for line in layout.render(width).splitlines():
         match = re.match(r"rank (\d+) +\|(.*)\|$", line)
         if match:
             for buffer, columns in enumerate(match[2].split("|")):
-                found += [(int(match[1]), buffer, k, letter) for k, letter in enumerate(columns)]
-    return found
+                elements += [(int(match[1]), buffer, k, letter) for k, letter in enumerate(columns)]
+    return elements
 
 
 def test_a_layout_file_is_drawn_to_scale(layout_file: Path) -> None:
@@ -117,7 +117,7 @@ def test_every_column_shows_what_the_elements_below_it_are() -> None:
             # The last element that begins in this column decides, padding only where all of it is.
             below = [e for e in range(size) if e * columns[buffer] // size == column]
             held = [owner.get((buffer, rank * size + e)) for e in below]
-            assert letter == ([one for one in held if one] or ["."])[-1]
+            assert letter == ([mark for mark in held if mark] or ["."])[-1]
 
 
 def test_many_ranks_and_tensors_are_elided() -> None:
@@ -353,8 +353,8 @@ def bars_of(figure: Any) -> dict[int, list[tuple[float, float, str]]]:
         colours = collection.get_facecolor()
         for path, k in zip(collection.get_paths(), range(len(collection.get_paths())), strict=True):
             xs, ys = path.vertices[:, 0], path.vertices[:, 1]
-            kind = collection.get_hatch() or str(np.round(colours[min(k, len(colours) - 1)], 3).tolist())
-            rows.setdefault(round((ys.min() + ys.max()) / 2), []).append((xs.min(), xs.max(), kind))
+            colour = collection.get_hatch() or str(np.round(colours[min(k, len(colours) - 1)], 3).tolist())
+            rows.setdefault(round((ys.min() + ys.max()) / 2), []).append((xs.min(), xs.max(), colour))
     return rows
 
 
@@ -363,7 +363,7 @@ def test_the_picture_shows_the_parts_of_every_rank_to_scale() -> None:
     rows = bars_of(layout_figure(layout))
     colours: dict[int, set[str]] = {}
     for rank in range(4):
-        found = sorted(bar for bar in rows[rank] if not bar[2].startswith("/"))
+        bars = sorted(bar for bar in rows[rank] if not bar[2].startswith("/"))
         shards = sorted(bar for bar in rows[rank] if bar[2].startswith("/"))
         assert [round(51 * (b - a), 6) for a, b, _ in shards] == [27, 24]
         assert shards[0][1] < shards[1][0]
@@ -372,12 +372,12 @@ def test_the_picture_shows_the_parts_of_every_rank_to_scale() -> None:
             for b in (0, 1)
             for part in layout.parts(rank, b)
         ]
-        assert len(found) == len(expected)
-        for (left, right, colour), (start, stop, tensor) in zip(found, expected, strict=True):
+        assert len(bars) == len(expected)
+        for (left, right, colour), (start, stop, tensor) in zip(bars, expected, strict=True):
             assert (left, right) == (pytest.approx(start), pytest.approx(stop))
             colours.setdefault(tensor, set()).add(colour)
     assert sorted(colours) == [0, 1, 2, 3, 4]
-    assert all(len(one) == 1 for one in colours.values())
+    assert all(len(shades) == 1 for shades in colours.values())
     assert len(set.union(*colours.values())) == 5
 
 
@@ -472,7 +472,7 @@ def test_chunks_that_differ_in_columns_leave_each_other_room() -> None:
         "  a[0:2, 0:3] b[0:2, 3:6] c[2:4, 0:6]",
     ]
     rows = bars_of(chunks_figure([info]))
-    drawn = [[(a, b) for a, b, kind in rows[y] if not kind.startswith("/")] for y in range(3)]
+    drawn = [[(a, b) for a, b, colour in rows[y] if not colour.startswith("/")] for y in range(3)]
     assert drawn == [[(0.0, 0.5)], [(0.5, 1.0)], [(0.0, 0.5)]]
 
 
@@ -496,7 +496,7 @@ def test_many_chunks_and_tensors_are_elided(tmp_path: Path) -> None:
 
 def test_the_chunk_picture_has_the_runs_of_every_bar() -> None:
     rows = bars_of(chunks_figure([tensor((4, 2), ((0, 0), (3, 2)), ((3, 0), (1, 2)))]))
-    assert [(a, b) for a, b, kind in rows[0] if not kind.startswith("/")] == [(0.0, 0.75), (0.75, 1.0)]
+    assert [(a, b) for a, b, colour in rows[0] if not colour.startswith("/")] == [(0.0, 0.75), (0.75, 1.0)]
 
 
 def test_nothing_but_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,9 +358,9 @@ def test_bytes_are_printed_as_json_too(tmp_path: Path) -> None:
     assert json.loads(call("inspect", tmp_path / "a", "--json").stdout)["objects"] == written
     planned = call("convert", tmp_path / "a", tmp_path / "c", "--dry-run", "--json")
     assert json.loads(planned.stdout)["objects"] == written
-    found = call("diff", tmp_path / "a", tmp_path / "b", "--json")
-    assert found.exit_code == 1
-    assert json.loads(found.stdout)["objects"][0][1:] == [
+    completed = call("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert completed.exit_code == 1
+    assert json.loads(completed.stdout)["objects"][0][1:] == [
         {"pickled": {"$bytes": "AP8="}},
         {"pickled": {"$bytes": "b3RoZXI="}},
     ]
@@ -369,8 +369,8 @@ def test_bytes_are_printed_as_json_too(tmp_path: Path) -> None:
 def test_a_relay_without_a_framework_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flax" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flax" else find_spec(name))
     done = call("relay", "quick", "--out", tmp_path / "run")
     assert done.exit_code == 2
     assert re.search(r"flax cannot be imported; .* 'twinshard\[all\]'", " ".join(done.stderr.split()))
@@ -393,9 +393,9 @@ def test_tolerances_on_whole_tensors_decide_the_status_of_diff(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     a = np.ones(100_000, np.float32)
-    for name, place in (("a", 3), ("b", 4), ("noise", 5)):
+    for name, index in (("a", 3), ("b", 4), ("noise", 5)):
         run = a.copy()
-        run[place] += np.float32(1e-4)
+        run[index] += np.float32(1e-4)
         write(tmp_path / name, "dcp", {"w": run, "n": np.arange(3)}, {})
     shown = call("diff", "a", "b", *options)
     assert shown.exit_code == status
@@ -422,14 +422,14 @@ def test_the_spread_of_the_worst_tensors_is_shown_in_a_pipe_and_in_json(tmp_path
     assert f"\n      0  500  {'#' * 50}\n  1e-09  490  {'#' * 49}\n  1e-08    0\n" in done.stdout
     assert "\n  1e-04   10  #\n" in done.stdout
     tensors = json.loads(call("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["tensors"]
-    (found,) = (tensor for tensor in tensors if tensor["name"] == "w")
-    assert found["histogram"] == {
+    (worst,) = (tensor for tensor in tensors if tensor["name"] == "w")
+    assert worst["histogram"] == {
         "0": 500,
         "1e-09": 490,
         **{f"1e-0{k}": 0 for k in (8, 7, 6, 5)},
         "1e-04": 10,
     }
-    assert [*found["percentiles"]] == ["50", "90", "99", "99.9"]
+    assert [*worst["percentiles"]] == ["50", "90", "99", "99.9"]
 
 
 @pytest.mark.parametrize("option", ["--rtol", "--atol", "--max-error"])
@@ -461,7 +461,7 @@ def test_a_narrow_terminal_gets_a_block_for_each_row_instead_of_folded_numbers()
 def test_families_are_listed_with_their_conventions() -> None:
     result = call("families", "--json")
     assert result.exit_code == 0
-    listed = {one["family"]: one for one in json.loads(result.stdout)["families"]}
+    listed = {entry["family"]: entry for entry in json.loads(result.stdout)["families"]}
     assert set(listed) == set(family_names())
     assert listed["qwen3_moe"] == {
         "family": "qwen3_moe",

@@ -35,16 +35,16 @@ def make(path: Path, name: str, value: float) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_command_lets_a_name_out(tmp_path: Path, name: str) -> None:
     bad = NAMES[name]
-    one, other = (make(tmp_path / f"{k}.safetensors", bad, k) for k in (1.0, np.nan))
+    finite, other = (make(tmp_path / f"{k}.safetensors", bad, k) for k in (1.0, np.nan))
     lines = (
-        ("inspect", one),
-        ("inspect", one, "--tree"),
-        ("inspect", one, "--layout"),
+        ("inspect", finite),
+        ("inspect", finite, "--tree"),
+        ("inspect", finite, "--layout"),
         ("verify", other, "--finite"),
-        ("diff", one, other),
-        ("diff", one, other, "--all"),
-        ("convert", one, tmp_path / "out", "--dry-run"),
-        ("convert", one, tmp_path / "dropped", "--drop", "w*"),
+        ("diff", finite, other),
+        ("diff", finite, other, "--all"),
+        ("convert", finite, tmp_path / "out", "--dry-run"),
+        ("convert", finite, tmp_path / "dropped", "--drop", "w*"),
     )
     for line in lines:
         result = CliRunner().invoke(app, list(map(str, line)))

@@ -111,7 +111,7 @@ def test_lists_of_lengths_and_microbatches_are_rows_of_one_table() -> None:
     result = call(*arguments, *lists)
     assert result.exit_code == 0, result.stderr
     (heading,) = (line.split() for line in result.stdout.splitlines() if line.startswith("policy "))
-    places = [heading.index(name) for name in ("policy", "devices", "microbatches", "length")]
+    columns = [heading.index(name) for name in ("policy", "devices", "microbatches", "length")]
     rows = [line.split() for line in result.stdout.splitlines() if line.split()[2:3] == ["torch"]]
     wanted = [
         (policy, devices, micro, length)
@@ -120,13 +120,13 @@ def test_lists_of_lengths_and_microbatches_are_rows_of_one_table() -> None:
         for micro in ("1", "4")
         for length in ("64", "512")
     ]
-    assert [tuple(row[place] for place in places) for row in rows] == wanted
+    assert [tuple(row[column] for column in columns) for row in rows] == wanted
     document = json.loads(call(*arguments, *lists, "--json").stdout)
-    for one, (policy, devices, micro, length) in zip(document["plans"], wanted, strict=True):
+    for plan, (policy, devices, micro, length) in zip(document["plans"], wanted, strict=True):
         options = ("--devices", devices, "--length", length, "--microbatches", micro, "--runtime", "torch")
         alone = json.loads(call(policy.split(".")[0], "--model", "llama3-8b", *options, "--json").stdout)
-        assert one["workload"] == alone["workload"] == alone["plans"][0]["workload"]
-        assert (one["peak"], one["traffic"]) == (alone["plans"][0]["peak"], alone["plans"][0]["traffic"])
+        assert plan["workload"] == alone["workload"] == alone["plans"][0]["workload"]
+        assert (plan["peak"], plan["traffic"]) == (alone["plans"][0]["peak"], alone["plans"][0]["traffic"])
     assert len(document["cheapest"]) == 8
     assert "16 devices, 4 x 1 sequences of 512 tokens: zero2.toml is the cheapest that fits" in result.stdout
     assert "length" not in call(*arguments).stdout.split("policy ")[1].splitlines()[0]
@@ -179,11 +179,11 @@ def test_a_search_prints_and_saves_a_policy_that_fits(tmp_path: Path) -> None:
     )
     assert jax_impl.ShardingPolicy.load(path).to_toml() == torch_impl.ShardingPolicy.load(path).to_toml()
     assert call(path, *arguments[1:]).exit_code == 0
-    (found,) = json.loads(call(*arguments, "--search", "--json").stdout)["search"]
-    assert (found["file"], found["fits"]) == (text, False)
-    assert found["largest_batch"] == {"torch": 0, "jax": 0}
-    assert found["fewest_devices"]["torch"] == {"devices": None, "not_below": None}
-    assert found["ways"][0]["changes"] == ["strategy optim_grads_params"]
+    (searched,) = json.loads(call(*arguments, "--search", "--json").stdout)["search"]
+    assert (searched["file"], searched["fits"]) == (text, False)
+    assert searched["largest_batch"] == {"torch": 0, "jax": 0}
+    assert searched["fewest_devices"]["torch"] == {"devices": None, "not_below": None}
+    assert searched["ways"][0]["changes"] == ["strategy optim_grads_params"]
     assert json.loads(call(*arguments, "--json").stdout)["search"] is None
 
 
@@ -234,25 +234,29 @@ def test_the_document_is_complete() -> None:
     document: dict[str, Any] = json.loads(result.stdout)
     assert (document["format"], document["version"], document["memory"]) == ("twinshard.plan", 1, 2**30)
     assert document["workload"] == {"batch": 1, "length": 64, "microbatches": 1}
-    keys = [(one["policy"], one["devices"], one["runtime"]) for one in document["plans"]]
+    keys = [(plan["policy"], plan["devices"], plan["runtime"]) for plan in document["plans"]]
     assert sorted(keys) == sorted(
         (p, n, r) for p in ("fsdp.toml", "zero1.toml") for n in (4, 8) for r in ("torch", "jax")
     )
-    for one in document["plans"]:
-        kinds = {kind: size for kind, size in one["at_rest"].items() if kind != "total"}
-        assert sum(kinds.values()) == one["at_rest"]["total"]
-        assert sum(one["peak"]["terms"].values()) == one["peak"]["total"]
-        assert sum(entry["wire_bytes"] for entry in one["traffic"]) == pytest.approx(one["wire_bytes"], abs=2)
-        assert sum(len(unit["paths"]) * unit["parameters"] for unit in one["units"]) == document["parameters"]
-        for kind in (*kinds, "total"):
-            held = sum(len(unit["paths"]) * unit["at_rest"][kind] for unit in one["units"])
-            assert held == one["at_rest"][kind]
-        calls = sum(entry["calls"] for entry in one["traffic"])
-        assert calls == sum(
-            len(unit["paths"]) * entry["calls"] for unit in one["units"] for entry in unit["traffic"]
+    for plan in document["plans"]:
+        parts = {part: size for part, size in plan["at_rest"].items() if part != "total"}
+        assert sum(parts.values()) == plan["at_rest"]["total"]
+        assert sum(plan["peak"]["terms"].values()) == plan["peak"]["total"]
+        assert sum(entry["wire_bytes"] for entry in plan["traffic"]) == pytest.approx(
+            plan["wire_bytes"], abs=2
         )
-        assert one["fits"] is True
-    assert {one["devices"]: one["policy"] for one in document["cheapest"]} == {
+        assert (
+            sum(len(unit["paths"]) * unit["parameters"] for unit in plan["units"]) == document["parameters"]
+        )
+        for part in (*parts, "total"):
+            held = sum(len(unit["paths"]) * unit["at_rest"][part] for unit in plan["units"])
+            assert held == plan["at_rest"][part]
+        calls = sum(entry["calls"] for entry in plan["traffic"])
+        assert calls == sum(
+            len(unit["paths"]) * entry["calls"] for unit in plan["units"] for entry in unit["traffic"]
+        )
+        assert plan["fits"] is True
+    assert {choice["devices"]: choice["policy"] for choice in document["cheapest"]} == {
         4: "zero1.toml",
         8: "zero1.toml",
     }
@@ -435,8 +439,8 @@ def test_between_the_bytes_at_rest_and_the_peak_the_answer_is_unknown(
         assert result.exit_code == 1
         assert words in result.stdout
         document = json.loads(call(*arguments, "--memory", f"{memory}B", "--json", "--search").stdout)
-        assert [one["fits"] for one in document["plans"]] == [fits]
-        assert [one["fits"] for one in document["search"]] == [fits]
+        assert [plan["fits"] for plan in document["plans"]] == [fits]
+        assert [answer["fits"] for answer in document["search"]] == [fits]
         assert document["cheapest"][0]["unknown"] == ([] if fits is False else ["fsdp.toml"])
         largest = document["search"][0]["largest_batch"][runtime]
         assert largest == (0 if fits is False else None)

@@ -45,12 +45,12 @@ def examples() -> Iterator[str]:
     runner = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"})
     texts = [(ROOT / name).read_text() for name in ("README.md", "bridge/planning/README.md")]
     texts.append(runner.invoke(app, ["plan", "--help"]).output)
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for text in texts:
         for line in re.findall(r"^[\s│]*(twinshard plan [^#\n│]+)", text, re.MULTILINE):
             if "..." not in line and "MODEL" not in line:
-                found[line.strip()] = None
-    yield from found
+                lines[line.strip()] = None
+    yield from lines
 
 
 def unrunnable(line: str) -> str | None:
@@ -58,8 +58,8 @@ def unrunnable(line: str) -> str | None:
     words = shlex.split(line)
     if "--target" not in words:
         return None
-    platforms = {one.platform for one in targets_named(words[words.index("--target") + 1])}
-    return next((reason for one in sorted(platforms) if (reason := unavailable(one))), None)
+    platforms = {target.platform for target in targets_named(words[words.index("--target") + 1])}
+    return next((reason for platform in sorted(platforms) if (reason := unavailable(platform))), None)
 
 
 EXAMPLES = list(examples())
@@ -74,7 +74,7 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=pytest.mark.slow if any(one in line for one in SLOW) else ())
+        pytest.param(line, marks=pytest.mark.slow if any(word in line for word in SLOW) else ())
         for line in EXAMPLES
     ],
 )
@@ -89,7 +89,7 @@ def test_every_example_exits_0(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     # The processes that compile look there, too.
     monkeypatch.setenv("PYTHONPATH", importing_from(tmp_path, ROOT)["PYTHONPATH"])
-    for name in [one for one in sys.modules if one == "my" or one.startswith("my.")]:
+    for name in [module for module in sys.modules if module == "my" or module.startswith("my.")]:
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     assert result.exit_code == 0, result.output

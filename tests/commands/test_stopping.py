@@ -136,7 +136,7 @@ def test_a_reader_of_errors_that_goes_away_is_no_answer(arguments: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "error_kind", "message"),
     [
         (("inspect", "none"), "FileNotFoundError", "none does not exist: expected a checkpoint there"),
         (("diff", "a", "none"), "FileNotFoundError", "none does not exist: expected a checkpoint there"),
@@ -167,7 +167,7 @@ def test_errors_are_one_json_document_too(
     tmp_path: Path,
     source: Path,
     arguments: tuple[str, ...],
-    kind: str,
+    error_kind: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -185,7 +185,7 @@ def test_errors_are_one_json_document_too(
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert set(document) == {"version", "error"}
-    assert document["error"]["kind"] == kind
+    assert document["error"]["kind"] == error_kind
     assert message in document["error"]["message"]
     assert document["error"]["status"] == 2
     assert message in " ".join(shown.err.split())

@@ -26,8 +26,8 @@ VALUES = {"d": 16, "in": 9, "text.heads": 4, "{block}": 3}
 )
 def test_what_kinds_of_texts_may_say(text: str, operators: tuple[type, ...], value: float) -> None:
     assert set(names_in(text, operators)) <= VALUES.keys()
-    found = evaluate(text, VALUES)
-    assert (found, type(found)) == (value, type(value))
+    evaluated = evaluate(text, VALUES)
+    assert (evaluated, type(evaluated)) == (value, type(value))
 
 
 @pytest.mark.parametrize(

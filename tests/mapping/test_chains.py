@@ -63,9 +63,9 @@ def written(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 
 @pytest.mark.fast_cases("sgd", "clip, adamw")
-@pytest.mark.parametrize("kind", CHAINS)
-def test_stock_orbax_restores_the_chain_that_is_named(tmp_path: Path, kind: str) -> None:
-    words, node, optimizer = CHAINS[kind]
+@pytest.mark.parametrize("chain", CHAINS)
+def test_stock_orbax_restores_the_chain_that_is_named(tmp_path: Path, chain: str) -> None:
+    words, node, optimizer = CHAINS[chain]
     arrays = torch_state(*words)
     source = written(tmp_path / "a", arrays)
     (remark,) = convert(source, tmp_path / "b", mapping=table(node), to="orbax").remarks
@@ -85,23 +85,27 @@ OTHERS: dict[str, tuple[str, optax.GradientTransformation]] = {
 
 
 @pytest.mark.fast_cases("MultiSteps")
-@pytest.mark.parametrize("kind", OTHERS)
-def test_the_note_on_other_chains_says_what_works(tmp_path: Path, kind: str) -> None:
-    node, optimizer = OTHERS[kind]
+@pytest.mark.parametrize("chain", OTHERS)
+def test_the_note_on_other_chains_says_what_works(tmp_path: Path, chain: str) -> None:
+    node, optimizer = OTHERS[chain]
     arrays = torch_state(*ADAM)
     params = {"a": {"kernel": jnp.zeros(SHAPE[::-1])}}
     (remark,) = convert(written(tmp_path / "a", arrays), tmp_path / "b", mapping=table(node)).remarks
     assert "restore opt_state without a target, and put mu, nu and count into the ScaleByAdamState" in remark
     with ocp.PyTreeCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "b")["opt_state"]
+        node_state = checkpointer.restore(tmp_path / "b")["opt_state"]
     for key in node.split("/")[1:-1]:
-        found = found[int(key) if key.isdecimal() else key]
+        node_state = node_state[int(key) if key.isdecimal() else key]
 
     def is_adam(state: Any) -> bool:
         return isinstance(state, optax.ScaleByAdamState)
 
     state = jax.tree.map(
-        lambda s: optax.ScaleByAdamState(found["count"], found["mu"], found["nu"]) if is_adam(s) else s,
+        lambda s: (
+            optax.ScaleByAdamState(node_state["count"], node_state["mu"], node_state["nu"])
+            if is_adam(s)
+            else s
+        ),
         optimizer.init(params),
         is_leaf=is_adam,
     )

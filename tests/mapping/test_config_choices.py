@@ -86,11 +86,11 @@ def side_by_side(source: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("into", ["maxtext", "maxtext_unscanned"])
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("rotary_type", ROWS)
 def test_the_type_of_rotary_positions_decides_about_maxtexts_rows(
-    tmp_path: Path, kind: str, into: str
+    tmp_path: Path, rotary_type: str, into: str
 ) -> None:
-    config, interleaved = ROWS[kind]
+    config, interleaved = ROWS[rotary_type]
     source = llama(tmp_path / "hf", config)
     convert(source, tmp_path / "out", to="orbax", mapping="llama", into=into)
     expected = (side_by_side if interleaved else halves)(source)

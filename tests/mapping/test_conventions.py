@@ -116,9 +116,9 @@ def test_what_maxtext_keeps_beside_weights_goes_along_and_comes_back() -> None:
     there = with_positions(translated(source, "dcp", "hf"))
     table = load_mapping("llama").with_axes(AXES)
     plan = make_plan(there, "orbax", table, into="maxtext")
-    found = contents(plan, there)
-    assert found.keys() == source.arrays.keys()
-    assert [name for name in found if not same_bits(found[name], source.arrays[name])] == []
+    converted = contents(plan, there)
+    assert converted.keys() == source.arrays.keys()
+    assert [name for name in converted if not same_bits(converted[name], source.arrays[name])] == []
     # Part 2 of the chain has the count of a schedule, so that part 1 alone is empty.
     paths = [path for path, _ in (*plan.objects.values(), *plan.notes.values())]
     assert [path for path in paths if path[0] == "opt_state"] == [("opt_state", 1)]
@@ -176,9 +176,11 @@ def test_a_convention_is_known_by_its_names(convention: str, moments: bool) -> N
     original = reader("dcp", hf_checkpoint(moments=moments))
     format = FORMATS[convention]
     source = original if convention == "hf" else translated(original, format, convention)
-    found = find(source.tensors.values(), load_mapping("llama"), None, "here").convention.name
+    convention_name = find(source.tensors.values(), load_mapping("llama"), None, "here").convention.name
     # The weights of these are the same, so it does not matter which it is.
-    assert found == ("torchtitan" if convention == "torchtitan_unfused" and not moments else convention)
+    assert convention_name == (
+        "torchtitan" if convention == "torchtitan_unfused" and not moments else convention
+    )
 
 
 @examples(40)
@@ -219,11 +221,11 @@ OPTIMIZERS = {
 PAIR = '[[rule]]\ntorch = "w.weight : a b"\njax = "w : b a"\n[[rule]]\ntorch = "b.bias"\njax = "b"\n'
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optax_states_become_adams_and_come_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_optax_states_become_adams_and_come_back_bit_for_bit(tmp_path: Path, optimizer_name: str) -> None:
     """Saved by stock Orbax after real updates, translated to PyTorch's names and back, restored by stock Orbax."""
     params = {"w": np.float32(random_values((3, 5), 1)), "b": np.float32(random_values((4,), 2))}
-    optimizer = OPTIMIZERS[kind]()
+    optimizer = OPTIMIZERS[optimizer_name]()
     state = optimizer.init(params)
     for seed in range(3):
         grads = {"w": random_values((3, 5), 10 + seed), "b": random_values((4,), 20 + seed)}
@@ -236,7 +238,7 @@ def test_optax_states_become_adams_and_come_back_bit_for_bit(tmp_path: Path, kin
     with open_checkpoint(tmp_path / "dcp") as dcp:
         assert dcp.read("optimizer.state.w.weight.exp_avg").shape == (5, 3)
         assert float(dcp.read("optimizer.state.w.weight.step")) == 3
-        assert ("optimizer.state.b.bias.exp_avg" in dcp.tensors) == (kind != "masked")
+        assert ("optimizer.state.b.bias.exp_avg" in dcp.tensors) == (optimizer_name != "masked")
     convert(tmp_path / "dcp", tmp_path / "back", mapping=mapping)
     assert diff(tmp_path / "orbax", tmp_path / "back").max_ulp == 0
     with open_checkpoint(tmp_path / "orbax") as a, open_checkpoint(tmp_path / "back") as b:

@@ -177,9 +177,9 @@ def test_megatrons_stacked_layers(tmp_path: Path) -> None:
     )
     assert report.dropped == tuple(extra)
     assert report.conventions == ("megatron_dist", "hf")
-    found = weights(tmp_path / "hf")
-    assert found.keys() == weights(source).keys()
-    assert all(np.array_equal(found[n], a) for n, a in weights(source).items())
+    converted = weights(tmp_path / "hf")
+    assert converted.keys() == weights(source).keys()
+    assert all(np.array_equal(converted[n], a) for n, a in weights(source).items())
     convert(source, tmp_path / "back", to="dcp", mapping="megatron", into="megatron_dist")
     with open_checkpoint(tmp_path / "back") as reader:
         theirs = {n.removeprefix("model."): reader.read(n) for n in reader.tensors}
@@ -201,10 +201,10 @@ MEGATRONS = {
 
 
 @pytest.mark.fast_cases("several")
-@pytest.mark.parametrize("kind", MEGATRONS)
-def test_the_state_of_megatrons_distributed_optimizer_is_named(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("state_form", MEGATRONS)
+def test_the_state_of_megatrons_distributed_optimizer_is_named(tmp_path: Path, state_form: str) -> None:
     w = stacked(llama(tmp_path / "hub", {}))
-    dcp.save(w | MEGATRONS[kind](w), checkpoint_id=tmp_path / "dist", no_dist=True)
+    dcp.save(w | MEGATRONS[state_form](w), checkpoint_id=tmp_path / "dist", no_dist=True)
     axes, out = {"d": HEAD, "r": 2}, tmp_path / "hf"
     with pytest.raises(
         MappingError, match=r"state of Megatron's distributed optimizer .*--drop '\*optimizer\.\*'"

@@ -104,8 +104,8 @@ def test_weights_and_moments_become_the_tree_written_by_hand_and_come_back(name:
     model = dense_model(name, **short(name))
     # As with the config.json beside it, and without it by the sizes that the README names.
     beside = with_config_fields(load_mapping(family_of(name)), config_json(model), "config.json")
-    given = load_mapping(family_of(name)).with_axes(axes_of(name, model))
-    for sections, table in ((ADAM, beside), (SGD, given)):
+    with_sizes = load_mapping(family_of(name)).with_axes(axes_of(name, model))
+    for sections, table in ((ADAM, beside), (SGD, with_sizes)):
         dcp, expected = in_memory(name, model, sections)
         same_bits(contents(make_plan(dcp, "orbax", table), dcp), expected)
         tree = MemoryReader("orbax", expected)
@@ -166,10 +166,10 @@ def test_a_hub_folder_needs_neither_into_nor_axis_and_comes_back(tmp_path: Path,
     assert np.array_equal(hf_logits(again, tokens()), hf_logits(model, tokens()))
 
 
-def loaded(kind: Any, hub: Path, folder: Path) -> torch.nn.Module:
+def loaded(model_class: Any, hub: Path, folder: Path) -> torch.nn.Module:
     """What from_pretrained makes of a converted folder, which must have every weight."""
     shutil.copy(hub / "config.json", folder)
-    model, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
 
@@ -261,7 +261,7 @@ def vision_tree(model: Any) -> dict[str, np.ndarray]:
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     tower, at = "model.vision_tower.", "encoder.layers.1.self_attn."
     heads = np.split(state[tower + "head.attention.in_proj_weight"], 3)
-    found = {
+    tree = {
         "vision/patches/kernel": state[tower + "embeddings.patch_embedding.weight"].transpose(2, 3, 1, 0),
         "vision/layers/1/attention/key/kernel": state[f"{tower}{at}k_proj.weight"].T.reshape(24, 3, 8),
         "vision/layers/1/attention/value/bias": state[f"{tower}{at}v_proj.bias"].reshape(3, 8),
@@ -271,8 +271,8 @@ def vision_tree(model: Any) -> dict[str, np.ndarray]:
         "projector/norm/scale": state["model.multi_modal_projector.mm_soft_emb_norm.weight"],
     }
     for part, kernel in zip(("query", "key", "value"), heads, strict=True):
-        found[f"vision/head/attention/{part}/kernel"] = kernel.T.reshape(24, 3, 8)
-    return found
+        tree[f"vision/head/attention/{part}/kernel"] = kernel.T.reshape(24, 3, 8)
+    return tree
 
 
 @pytest.mark.fast_cases("True")
@@ -294,14 +294,14 @@ def test_gemma_3_with_its_vision_tower(tmp_path: Path, tied: bool) -> None:
     for into, below in (("hf", "vision_tower.vision_model."), (None, "vision_tower.")):
         back = tmp_path / f"back-{into}"
         convert(tmp_path / "orbax", back, to="safetensors", mapping="gemma3_multimodal", into=into)
-        found = load_file(back / "model.safetensors")
-        assert f"{below}embeddings.patch_embedding.weight" in found
+        tensors = load_file(back / "model.safetensors")
+        assert f"{below}embeddings.patch_embedding.weight" in tensors
         again = loaded(type(model), tmp_path / "hub", back)
         same_bits(
             {name: value.numpy() for name, value in again.state_dict().items()},
             {name: value.numpy() for name, value in model.state_dict().items()},
         )
-    same_bits(found, load_file(tmp_path / "hub" / "model.safetensors"))
+    same_bits(tensors, load_file(tmp_path / "hub" / "model.safetensors"))
     # The names of the class, as a training run's checkpoint has them.
     convert(tmp_path / "orbax", tmp_path / "dcp", to="dcp", mapping="gemma3_multimodal")
     expected = {f"model.{name}": value.numpy() for name, value in model.state_dict().items()}

@@ -55,20 +55,20 @@ WHISPER |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "
 class Case:
     """A class of transformers. tied: the name of an output that may share the embedding, and its flax name."""
 
-    kind: str
+    class_name: str
     config: Mapping[str, Any]
     tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
-        return next(f for f in ("t5", "bert", "vit", "whisper") if f in self.kind.lower())
+        return next(f for f in ("t5", "bert", "vit", "whisper") if f in self.class_name.lower())
 
     def model(self, seed: int = 0) -> nn.Module:
         """Float32; every parameter is random and matters to the outputs."""
-        kind = getattr(transformers, self.kind)
-        config = kind.config_class(**copy.deepcopy(dict(self.config)))
+        model_class = getattr(transformers, self.class_name)
+        config = model_class.config_class(**copy.deepcopy(dict(self.config)))
         config._attn_implementation = "eager"
-        model = kind(config).eval()
+        model = model_class(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -114,26 +114,28 @@ def outputs(model: nn.Module) -> dict[str, np.ndarray]:
     """What the class computes of fixed random inputs."""
     random = np.random.default_rng(0)
     rows = torch.from_numpy(random.integers(0, 40, (2, 6)))
-    kind = type(model).__name__
-    if "T5" in kind:
-        given = {"input_ids": rows} | ({} if "Encoder" in kind else {"decoder_input_ids": rows.flip(1)})
-    elif "Bert" in kind:
-        given = {"input_ids": rows[:, None] if "Choice" in kind else rows}
+    class_name = type(model).__name__
+    if "T5" in class_name:
+        inputs = {"input_ids": rows} | (
+            {} if "Encoder" in class_name else {"decoder_input_ids": rows.flip(1)}
+        )
+    elif "Bert" in class_name:
+        inputs = {"input_ids": rows[:, None] if "Choice" in class_name else rows}
         if getattr(model.config, "add_cross_attention", False):
-            given["encoder_hidden_states"] = torch.from_numpy(random.standard_normal((2, 4, 12), np.float32))
-    elif "ViT" in kind:
-        given = {"pixel_values": torch.from_numpy(random.standard_normal((2, 3, 8, 8), np.float32))}
-        if "Masked" in kind:
-            given["bool_masked_pos"] = torch.from_numpy(random.integers(0, 2, (2, 4))).bool()
-    elif "CausalLM" in kind:
-        given = {"input_ids": rows}
-        given["encoder_outputs"] = (torch.from_numpy(random.standard_normal((2, 10, 12), np.float32)),)
+            inputs["encoder_hidden_states"] = torch.from_numpy(random.standard_normal((2, 4, 12), np.float32))
+    elif "ViT" in class_name:
+        inputs = {"pixel_values": torch.from_numpy(random.standard_normal((2, 3, 8, 8), np.float32))}
+        if "Masked" in class_name:
+            inputs["bool_masked_pos"] = torch.from_numpy(random.integers(0, 2, (2, 4))).bool()
+    elif "CausalLM" in class_name:
+        inputs = {"input_ids": rows}
+        inputs["encoder_outputs"] = (torch.from_numpy(random.standard_normal((2, 10, 12), np.float32)),)
     else:
-        given = {"input_features": torch.from_numpy(random.standard_normal((2, 7, 20), np.float32))}
-        given |= {} if "Audio" in kind else {"decoder_input_ids": rows}
+        inputs = {"input_features": torch.from_numpy(random.standard_normal((2, 7, 20), np.float32))}
+        inputs |= {} if "Audio" in class_name else {"decoder_input_ids": rows}
     with torch.no_grad():
-        found = model(**given)
-    return {name: value.numpy() for name, value in found.items() if isinstance(value, torch.Tensor)}
+        output = model(**inputs)
+    return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
 def hub_names(model: nn.Module) -> dict[str, str]:
@@ -154,7 +156,7 @@ def hub_names(model: nn.Module) -> dict[str, str]:
 def flax_names(model: nn.Module, state: Arrays, case: Case) -> dict[str, np.ndarray]:
     """As the former Flax classes had it: what a module is says how its parameters are called and laid out there."""
     modules, hub = dict(model.named_modules()), hub_names(model)
-    found = {}
+    tree = {}
     for name, array in state.items():
         owner, _, last = name.rpartition(".")
         path = hub[name].replace(".", "/")
@@ -166,8 +168,8 @@ def flax_names(model: nn.Module, state: Arrays, case: Case) -> dict[str, np.ndar
                 path = path.removesuffix("weight") + "embedding"
             case nn.LayerNorm(), "weight":
                 path = path.removesuffix("weight") + "scale"
-        found[case.tied.get(name, path)] = array
-    return found
+        tree[case.tied.get(name, path)] = array
+    return tree
 
 
 def own_names(model: nn.Module) -> set[str]:
@@ -247,7 +249,7 @@ def test_a_trained_model_becomes_an_optax_state_and_goes_on(tmp_path: Path, name
         "mu": moments(model, optimizer, "exp_avg"),
         "nu": moments(model, optimizer, "exp_avg_sq"),
     }
-    flax = {place: flax_names(model, arrays, case) for place, arrays in expected.items()}
+    flax = {section: flax_names(model, arrays, case) for section, arrays in expected.items()}
     adam = tree["opt_state"][0]
     same_bits(dict(flat(tree["params"])), flax["params"])
     same_bits(dict(flat(adam["mu"])), flax["mu"])
@@ -276,7 +278,7 @@ def test_t5_under_the_names_of_t5x(tmp_path: Path, name: str) -> None:
     model = CASES[name].model()
     model.save_pretrained(tmp_path / "hub")
     convert(tmp_path / "hub", tmp_path / "t5x", mapping="t5", into="t5x")
-    found, state = dict(flat(orbax_tree(tmp_path / "t5x")["target"])), state_of(model)
+    target, state = dict(flat(orbax_tree(tmp_path / "t5x")["target"])), state_of(model)
     gates = ("wi",) if name == "t5" else ("wi_0", "wi_1")
     expected = {
         "token_embedder/embedding": state["shared.weight"],
@@ -304,7 +306,7 @@ def test_t5_under_the_names_of_t5x(tmp_path: Path, name: str) -> None:
             expected[f"{to}/pre_mlp_layer_norm/scale"] = state[f"{at}.layer_norm.weight"]
             for part in (*gates, "wo"):
                 expected[f"{to}/mlp/{part}/kernel"] = state[f"{at}.DenseReluDense.{part}.weight"].T
-    same_bits(found, expected)
+    same_bits(target, expected)
     convert(tmp_path / "t5x", tmp_path / "back", to="safetensors", mapping="t5", into="hf")
     hub = load_file(tmp_path / "hub" / "model.safetensors")
     same_bits(load_file(tmp_path / "back" / "model.safetensors"), hub)

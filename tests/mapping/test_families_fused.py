@@ -46,13 +46,13 @@ def _next(model: Any, state: Arrays) -> dict[str, np.ndarray]:
     width, groups = model.config.hidden_size, layer.num_k_heads
     # Of values and all that goes by value heads: those of a key head side by side.
     shapes = [(width, groups, -1)] * 2 + [(width, groups, 3, 10)] * 2 + [(width, groups, 3)] * 2
-    found = {
+    tensors = {
         f"layers/0/delta_net/{name}/kernel": part[0].numpy().reshape(shape)
         for name, part, shape in zip(names, parts, shapes, strict=True)
     }
     conv = state["model.layers.0.linear_attn.conv1d.weight"].transpose(2, 1, 0)
     cuts = np.split(conv, [layer.key_dim, 2 * layer.key_dim], axis=2)
-    found |= {
+    tensors |= {
         f"layers/0/delta_net/{name}_conv/kernel": part.reshape(4, 1, *shape[1:])
         for name, part, shape in zip(names, cuts, shapes, strict=False)
     }
@@ -62,12 +62,12 @@ def _next(model: Any, state: Arrays) -> dict[str, np.ndarray]:
         config.hidden_size, -1, 2 * config.head_dim
     )
     query, gate = torch.chunk(torch.from_numpy(both), 2, dim=-1)
-    found |= {
+    tensors |= {
         "layers/1/attention/query/kernel": query.numpy(),
         "layers/1/attention/gate/kernel": gate.numpy(),
     }
     gate, up = np.split(state["model.layers.1.mlp.experts.gate_up_proj"], 2, axis=1)
-    return found | {
+    return tensors | {
         "layers/1/moe/gate/kernel": gate.swapaxes(1, 2),
         "layers/1/moe/up/kernel": up.swapaxes(1, 2),
         "layers/2/mlp/up/kernel": state["model.layers.2.mlp.up_proj.weight"].T,
@@ -125,10 +125,10 @@ def test_a_trained_model_is_split_as_its_class_does_it_and_comes_back(tmp_path: 
     convert(tmp_path / "dcp", tmp_path / "orbax", mapping=family, axes=AXES[family])
     expected = dcp_tensors(tmp_path / "dcp")
     tree = orbax_tree(tmp_path / "orbax")
-    found = dict(flat(tree))
-    assert {"params", "mu", "nu"} <= {part for name in found for part in name.split("/")}
-    for place, (before, after) in TREES.items():
-        here = {n.removeprefix(f"{place}/"): a for n, a in found.items() if n.startswith(f"{place}/")}
+    converted = dict(flat(tree))
+    assert {"params", "mu", "nu"} <= {part for name in converted for part in name.split("/")}
+    for section, (before, after) in TREES.items():
+        here = {n.removeprefix(f"{section}/"): a for n, a in converted.items() if n.startswith(f"{section}/")}
         if here:
             state = {
                 name.removeprefix(before).removesuffix(after): array
@@ -207,35 +207,38 @@ def _megatron(model: Any, state: Arrays, i: int) -> dict[str, np.ndarray]:
     """Layer ``i`` under Megatron-Core's names: each group's queries, its key, its value."""
     config, at, to = model.config, f"model.layers.{i}.", f"decoder.layers.{i}."
     groups, size = config.num_key_value_heads, head_dim(model)
-    found = {}
-    for kind in ("weight", "bias"):
-        if f"{at}self_attn.q_proj.{kind}" in state:
-            parts = [state[f"{at}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+    tensors = {}
+    for leaf in ("weight", "bias"):
+        if f"{at}self_attn.q_proj.{leaf}" in state:
+            parts = [state[f"{at}self_attn.{p}_proj.{leaf}"] for p in "qkv"]
             rows = [part.reshape(groups, -1, size, *part.shape[1:]) for part in parts]
             whole = np.concatenate(rows, axis=1)
-            found[f"{to}self_attention.linear_qkv.{kind}"] = whole.reshape(-1, *parts[0].shape[1:])
+            tensors[f"{to}self_attention.linear_qkv.{leaf}"] = whole.reshape(-1, *parts[0].shape[1:])
     plain = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
         "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
         "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
         "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
     }
-    found |= {to + theirs: state[at + ours] for ours, theirs in plain.items() if at + ours in state}
+    tensors |= {to + theirs: state[at + ours] for ours, theirs in plain.items() if at + ours in state}
     norm = state[at + "post_attention_layernorm.weight"]
     if at + "mlp.gate.weight" not in state:
         fused = np.concatenate([state[f"{at}mlp.{p}_proj.weight"] for p in ("gate", "up")])
         down = state[at + "mlp.down_proj.weight"]
         dense = {"layer_norm_weight": norm, "weight": fused}
         return (
-            found
+            tensors
             | {f"{to}mlp.linear_fc1.{k}": a for k, a in dense.items()}
             | {f"{to}mlp.linear_fc2.weight": down}
         )
-    found |= {to + "pre_mlp_layernorm.weight": norm, to + "mlp.router.weight": state[at + "mlp.gate.weight"]}
+    tensors |= {
+        to + "pre_mlp_layernorm.weight": norm,
+        to + "mlp.router.weight": state[at + "mlp.gate.weight"],
+    }
     for name, stack in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
         for expert, array in enumerate(state[f"{at}mlp.experts.{stack}"]):
-            found[f"{to}mlp.experts.linear_{name}.weight{expert}"] = array
-    return found
+            tensors[f"{to}mlp.experts.linear_{name}.weight{expert}"] = array
+    return tensors
 
 
 @pytest.mark.fast_cases("qwen3_moe")
@@ -246,7 +249,7 @@ def test_megatrons_fused_tensors_are_as_written_by_hand_and_come_back(tmp_path: 
     mapping, from_ = ("qwen3_moe", "torch") if family == "qwen3_moe" else ("megatron", "hf")
     axes = {"d": head_dim(model), "r": 3}
     convert(tmp_path / "dcp", tmp_path / "mcore", to="dcp", mapping=mapping, into="megatron", axes=axes)
-    source, found = dcp_tensors(tmp_path / "dcp"), dcp_tensors(tmp_path / "mcore")
+    source, megatron = dcp_tensors(tmp_path / "dcp"), dcp_tensors(tmp_path / "mcore")
     for before, after in (
         ("model.", ""),
         ("optimizer.state.", ".exp_avg"),
@@ -268,7 +271,7 @@ def test_megatrons_fused_tensors_are_as_written_by_hand_and_come_back(tmp_path: 
         }
         for i in range(3):
             expected |= _megatron(model, state, i)
-        same_bits(part(found), expected)
+        same_bits(part(megatron), expected)
     convert(tmp_path / "mcore", tmp_path / "back", to="dcp", mapping=mapping, into=from_, axes=axes)
     same_bits(dcp_tensors(tmp_path / "back"), source)
     # And on to JAX, whose kernels are those of the family itself.
@@ -276,6 +279,6 @@ def test_megatrons_fused_tensors_are_as_written_by_hand_and_come_back(tmp_path: 
     own = {"llama": {"into": "flax"}, "qwen3_moe": {"from_": "torch"}}.get(family, {})
     axes = axes if family == "qwen3_moe" else {"d": axes["d"]}
     convert(tmp_path / "dcp", tmp_path / "direct", mapping=family, axes=axes, **own)
-    with open_checkpoint(tmp_path / "orbax") as one, open_checkpoint(tmp_path / "direct") as other:
+    with open_checkpoint(tmp_path / "orbax") as chained, open_checkpoint(tmp_path / "direct") as other:
         names = [name for name in other.tensors if name.startswith("params/")]
-        same_bits({n: one.read(n) for n in names}, {n: other.read(n) for n in names})
+        same_bits({n: chained.read(n) for n in names}, {n: other.read(n) for n in names})

@@ -50,26 +50,29 @@ def gpt_oss(seed: int = 0, **changes: Any) -> torch.nn.Module:
 
 def jax_weights(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """By hand: experts as the class takes gates and ups apart, `[..., ::2]` and `[..., 1::2]`."""
-    found = {"embed/embedding": state["model.embed_tokens.weight"], "norm/scale": state["model.norm.weight"]}
-    found["lm_head/kernel"] = state["lm_head.weight"].T
+    weights = {
+        "embed/embedding": state["model.embed_tokens.weight"],
+        "norm/scale": state["model.norm.weight"],
+    }
+    weights["lm_head/kernel"] = state["lm_head.weight"].T
     for i in range(3):
         at, to = f"model.layers.{i}.", f"layers/{i}/"
-        found[to + "attention_norm/scale"] = state[at + "input_layernorm.weight"]
-        found[to + "mlp_norm/scale"] = state[at + "post_attention_layernorm.weight"]
-        found[to + "attention/sinks"] = state[at + "self_attn.sinks"]
+        weights[to + "attention_norm/scale"] = state[at + "input_layernorm.weight"]
+        weights[to + "mlp_norm/scale"] = state[at + "post_attention_layernorm.weight"]
+        weights[to + "attention/sinks"] = state[at + "self_attn.sinks"]
         for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            kernel, bias = (state[f"{at}self_attn.{part}_proj.{kind}"] for kind in ("weight", "bias"))
-            found[f"{to}attention/{name}/kernel"] = kernel.T.reshape(32, -1, 10)
-            found[f"{to}attention/{name}/bias"] = bias.reshape(-1, 10)
-        found[to + "attention/out/kernel"] = state[at + "self_attn.o_proj.weight"].T.reshape(6, 10, 32)
-        found[to + "attention/out/bias"] = state[at + "self_attn.o_proj.bias"]
-        found[to + "mlp/router/kernel"] = state[at + "mlp.router.weight"].T
-        found[to + "mlp/router/bias"] = state[at + "mlp.router.bias"]
+            kernel, bias = (state[f"{at}self_attn.{part}_proj.{leaf}"] for leaf in ("weight", "bias"))
+            weights[f"{to}attention/{name}/kernel"] = kernel.T.reshape(32, -1, 10)
+            weights[f"{to}attention/{name}/bias"] = bias.reshape(-1, 10)
+        weights[to + "attention/out/kernel"] = state[at + "self_attn.o_proj.weight"].T.reshape(6, 10, 32)
+        weights[to + "attention/out/bias"] = state[at + "self_attn.o_proj.bias"]
+        weights[to + "mlp/router/kernel"] = state[at + "mlp.router.weight"].T
+        weights[to + "mlp/router/bias"] = state[at + "mlp.router.bias"]
         for theirs, ours in (("", "kernel"), ("_bias", "bias")):
             both = state[f"{at}mlp.experts.gate_up_proj{theirs}"]
-            found[f"{to}mlp/gate/{ours}"], found[f"{to}mlp/up/{ours}"] = both[..., ::2], both[..., 1::2]
-            found[f"{to}mlp/down/{ours}"] = state[f"{at}mlp.experts.down_proj{theirs}"]
-    return found
+            weights[f"{to}mlp/gate/{ours}"], weights[f"{to}mlp/up/{ours}"] = both[..., ::2], both[..., 1::2]
+            weights[f"{to}mlp/down/{ours}"] = state[f"{at}mlp.experts.down_proj{theirs}"]
+    return weights
 
 
 def test_a_trained_model_and_its_moments_are_taken_apart_and_come_back(tmp_path: Path) -> None:
@@ -83,9 +86,9 @@ def test_a_trained_model_and_its_moments_are_taken_apart_and_come_back(tmp_path:
     adam = tree["opt_state"]
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     same_bits(dict(flat(tree["params"])), jax_weights(state))
-    for key, place in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+    for key, section in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
         moments = {name: optimizer.state[p][key].numpy() for name, p in model.named_parameters()}
-        same_bits(dict(flat(adam[place])), jax_weights(moments))
+        same_bits(dict(flat(adam[section])), jax_weights(moments))
     convert(tmp_path / "orbax", tmp_path / "back", to="dcp", mapping="gpt_oss")
     same_bits(dcp_tensors(tmp_path / "back"), dcp_tensors(tmp_path / "dcp"))
     other = gpt_oss(seed=1)

@@ -118,9 +118,9 @@ def test_gpt2_as_the_oldest_files_on_the_hub_have_it(tmp_path: Path, below: str)
     save_file(weights, file, {"format": "pt"})
     report = convert(tmp_path / "hub", tmp_path / "orbax", mapping="gpt2")
     assert len(report.dropped) == 6
-    found = dict(flat(orbax_tree(tmp_path / "orbax")["params"]))
-    same_bits(found, flax_weights(model))
-    logits = np.asarray(flax_model(config_json(model), found)(jnp.asarray(tokens())))
+    renamed = dict(flat(orbax_tree(tmp_path / "orbax")["params"]))
+    same_bits(renamed, flax_weights(model))
+    logits = np.asarray(flax_model(config_json(model), renamed)(jnp.asarray(tokens())))
     expected = hf_logits(model, tokens())
     assert np.abs(logits - expected).max() < 2e-5 * expected.std()
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -151,8 +151,8 @@ def test_mixtrals_experts_are_one_tensor_each_on_the_hub_and_one_for_all_in_the_
     model.save_pretrained(tmp_path / "hub")
     axes = {"d": head_dim(model)}
     convert(tmp_path / "hub", tmp_path / "loaded", to="dcp", mapping="mixtral", axes=axes)
-    found, expected = dcp_tensors(tmp_path / "loaded"), dcp_tensors(tmp_path / "dcp")
-    same_bits(found, {name: a for name, a in expected.items() if name.startswith("model.")})
+    loaded, expected = dcp_tensors(tmp_path / "loaded"), dcp_tensors(tmp_path / "dcp")
+    same_bits(loaded, {name: a for name, a in expected.items() if name.startswith("model.")})
     # Moments are cut like their weights.
     convert(tmp_path / "dcp", tmp_path / "cut", to="safetensors", mapping="mixtral", axes=axes)
     cut = load_file(tmp_path / "cut" / "model.safetensors")

@@ -37,8 +37,8 @@ def titan(get: Get, version: str = "", *, moments: bool = False) -> Arrays:
             # torchtitan's FusedQKVLinear: for each key head its query heads, the key head and the value head.
             parts = [rows.reshape(KV, -1, D, M) for rows in qkv.values()]
             qkv = {"wqkv.weight": np.concatenate(parts, axis=1).reshape(-1, M)}
-        place = "attention." if version == "0_2" else "attention.qkv_linear."
-        tree |= {f"{new}{place}{name}": array for name, array in qkv.items()}
+        prefix = "attention." if version == "0_2" else "attention.qkv_linear."
+        tree |= {f"{new}{prefix}{name}": array for name, array in qkv.items()}
         if version == "fused":
             tree[new + "feed_forward.w13.weight"] = np.stack([gate, up])
         else:
@@ -135,11 +135,11 @@ def test_every_tensor_is_what_numpy_makes_of_it_and_comes_back(convention: str) 
     # The scale has a test of its own below: random bits have no exact one.
     mapping = load_mapping("llama").with_axes(AXES)
     expected: Arrays = {}
-    for place, after in ((root + "{}", ""), (mu, ".exp_avg"), (nu, ".exp_avg_sq")):
+    for pattern, after in ((root + "{}", ""), (mu, ".exp_avg"), (nu, ".exp_avg_sq")):
         before = "optimizer.state." if after else ""
         get = lambda name, b=before, a=after: arrays[b + name + a]  # noqa: E731
         tree = by_hand(get, moments=bool(after))
-        expected |= {place.format(name): np.asarray(array, order="C") for name, array in tree.items()}
+        expected |= {pattern.format(name): np.asarray(array, order="C") for name, array in tree.items()}
     if convention in TITANS:
         expected |= {
             name.replace(".exp_avg_sq", ".step"): np.float32(12) for name in expected if name.endswith("_sq")
@@ -150,8 +150,8 @@ def test_every_tensor_is_what_numpy_makes_of_it_and_comes_back(convention: str) 
     plan = make_plan(source, "dcp" if convention in TITANS else "orbax", mapping, into=convention)
     assert plan.tensors.keys() == expected.keys()
     assert plan.inexact == ()
-    found = {name: t.read(source, Box.whole(t.shape)) for name, t in plan.tensors.items()}
-    assert [name for name, a in expected.items() if not same_bits(found[name], np.asarray(a))] == []
+    converted = {name: t.read(source, Box.whole(t.shape)) for name, t in plan.tensors.items()}
+    assert [name for name, a in expected.items() if not same_bits(converted[name], np.asarray(a))] == []
 
 
 def test_maxtexts_query_contains_the_division_by_the_root_of_the_head_size() -> None:

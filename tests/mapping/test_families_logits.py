@@ -52,9 +52,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module,
     return model, path
 
 
-def error(found: Any, model: torch.nn.Module) -> float:
+def error(logits: Any, model: torch.nn.Module) -> float:
     expected = hf_logits(model, tokens())
-    return float(np.abs(np.asarray(found) - expected).max() / expected.std())
+    return float(np.abs(np.asarray(logits) - expected).max() / expected.std())
 
 
 def test_hf_to_flax_to_torchtitan_and_back(original, tmp_path: Path) -> None:

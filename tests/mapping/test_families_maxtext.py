@@ -218,19 +218,19 @@ def test_weights_are_what_maxtexts_own_conversion_makes_in_maxtexts_own_tree(tmp
         if family == "gemma3":
             config = {"text_config": config, "vision_config": {"num_hidden_layers": 0, "hidden_size": 1}}
         for convention in (c for f, c in CASES if f == family):
-            for rows, given in {
+            for rows, sizes in {
                 (61, ()),
                 *((n, tuple(a.items())) for n, a in [VOCABULARIES.get(family, (61, {}))]),
             }:
                 name = f"{family}_{convention}_{rows}"
-                axes[name] = dict(given)
+                axes[name] = dict(sizes)
                 convert(
                     files,
                     tmp_path / name,
                     to="orbax",
                     mapping=family,
                     into=convention,
-                    axes=dict(given) or None,
+                    axes=dict(sizes) or None,
                 )
                 job = {
                     "model": model_name,
@@ -254,11 +254,11 @@ def test_weights_are_what_maxtexts_own_conversion_makes_in_maxtexts_own_tree(tmp
         )
         assert run.returncode == 0, run.stderr[-3000:]
     for name in axes:
-        found = dict(flat(orbax_tree(tmp_path / name)["params"]))
+        converted = dict(flat(orbax_tree(tmp_path / name)["params"]))
         with np.load(tmp_path / f"{name}.npz") as expected:
             shapes = {key: expected[key].shape for key in expected.files}
-            assert {key: a.shape for key, a in found.items()} == shapes, name
-            wrong = [key for key in found if not np.array_equal(found[key], expected[key])]
+            assert {key: a.shape for key, a in converted.items()} == shapes, name
+            wrong = [key for key in converted if not np.array_equal(converted[key], expected[key])]
             assert wrong == [], name
 
 

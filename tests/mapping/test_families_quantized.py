@@ -38,8 +38,8 @@ def mxfp4(shape: tuple[int, int, int], seed: int = 0) -> tuple[np.ndarray, np.nd
 
 
 def as_transformers_does(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    found = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
-    return found.contiguous().view(torch.uint16).numpy().view(BF16)
+    dequantized = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    return dequantized.contiguous().view(torch.uint16).numpy().view(BF16)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def planned(table: MappingTable, shapes: Shapes, **conventions: str) -> dict[str
 @pytest.mark.fast_cases("google/vit-base-patch16-224")
 @pytest.mark.parametrize("repository", CASES)
 def test_a_real_model_fits_its_family_and_comes_back(repository: str) -> None:
-    family, kind, sizes, shapes = CASES[repository]
-    class_ = getattr(transformers, kind)
+    family, class_name, sizes, shapes = CASES[repository]
+    class_ = getattr(transformers, class_name)
     config = class_.config_class(**copy.deepcopy(dict(sizes)))
     with torch.device("meta"):
         model = class_(config)

@@ -27,24 +27,24 @@ def fused(old: dict[str, np.ndarray], r: int) -> dict[str, np.ndarray]:
     """The names and arrays of release 0.2 as torchtitan's main has them, by NumPy."""
     names = {"output.": "lm_head.", "expert_bias": "expert_bias_E"}
     names |= {".moe.experts.w2": ".moe.routed_experts.w2.weight"}
-    found = {}
+    tensors = {}
     for name, array in old.items():
         if ".w1" in name:
             axis = 1 if ".experts." in name else 0
             new = name.replace(".moe.experts.w1", ".moe.routed_experts.w13.weight").replace(".w1.", ".w13.")
-            found[new] = np.stack([array, old[name.replace(".w1", ".w3")]], axis=axis)
+            tensors[new] = np.stack([array, old[name.replace(".w1", ".w3")]], axis=axis)
         elif ".attention.wq." in name and (keys := name.replace(".wq.", ".wk.")) in old:
             values = old[name.replace(".wq.", ".wv.")]
             groups = (
                 a.reshape(-1, n, *a.shape[1:]) for a, n in ((array, r * 10), (old[keys], 10), (values, 10))
             )
             new = name.replace(".attention.wq.", ".attention.qkv_linear.wqkv.")
-            found[new] = np.concatenate([*groups], axis=1).reshape(-1, *array.shape[1:])
+            tensors[new] = np.concatenate([*groups], axis=1).reshape(-1, *array.shape[1:])
         elif ".w3" not in name and not any(f".attention.w{k}." in name for k in "kv"):
             for before, after in names.items():
                 name = name.replace(before, after)
-            found[name] = array
-    return found
+            tensors[name] = array
+    return tensors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
@@ -55,26 +55,28 @@ def test_gate_and_up_are_one_tensor_and_are_taken_apart_again(family: str) -> No
     random = np.random.default_rng(0)
     arrays = {f"model.{name}": value for name, value in weights.items()}
     for name, _ in model.named_parameters():
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for moment in ("exp_avg", "exp_avg_sq"):
             array = random.standard_normal(weights[name].shape).astype(np.float32)
-            arrays[f"optimizer.state.{name}.{kind}"] = array
+            arrays[f"optimizer.state.{name}.{moment}"] = array
         arrays[f"optimizer.state.{name}.step"] = STEP
     source = MemoryReader("dcp", arrays)
     new = translated(source, family, config, "torchtitan_fused")
     old = translated(source, family, config, "torchtitan_0_2").arrays
     r = int(config["num_attention_heads"]) // int(config["num_key_value_heads"])
     expected = {}
-    for kind in ("", ".exp_avg", ".exp_avg_sq"):
-        begin = "optimizer.state." if kind else ""
+    for suffix in ("", ".exp_avg", ".exp_avg_sq"):
+        begin = "optimizer.state." if suffix else ""
         section = {
-            n.removeprefix(begin).removesuffix(kind): a
+            n.removeprefix(begin).removesuffix(suffix): a
             for n, a in old.items()
-            if n.startswith("optimizer") == bool(kind) and n.endswith(kind) and not n.endswith("step")
+            if n.startswith("optimizer") == bool(suffix) and n.endswith(suffix) and not n.endswith("step")
         }
-        expected |= {f"{begin}{name}{kind}": array for name, array in fused(section, r).items()}
-    found = {name: array for name, array in new.arrays.items() if not name.endswith(".step")}
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], np.array(expected[name], order="C"))] == []
+        expected |= {f"{begin}{name}{suffix}": array for name, array in fused(section, r).items()}
+    converted = {name: array for name, array in new.arrays.items() if not name.endswith(".step")}
+    assert converted.keys() == expected.keys()
+    assert [
+        name for name in converted if not same_bits(converted[name], np.array(expected[name], order="C"))
+    ] == []
     # Its names are found by themselves.
     back = translated(new, family, config, "torch").arrays
     assert back.keys() == arrays.keys()

@@ -139,10 +139,10 @@ def test_each_family_takes_its_own_class(tmp_path: Path, family: str) -> None:
     with open_checkpoint(tmp_path / "hub") as reader:
         with_config(load_mapping(family), reader)
     others = {"llama": "qwen2"}.get(family, "llama")
-    kind = hf_config(family).model_type
+    model_type = hf_config(family).model_type
     with (
         open_checkpoint(tmp_path / "hub") as reader,
-        pytest.raises(MappingError, match=rf"found '{kind}'.*--mapping {family}"),
+        pytest.raises(MappingError, match=rf"found '{model_type}'.*--mapping {family}"),
     ):
         with_config(load_mapping(others), reader)
 

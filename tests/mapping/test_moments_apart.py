@@ -38,20 +38,20 @@ def table() -> MappingTable:
 def arrays() -> dict[str, np.ndarray]:
     shapes = {"norm": (M,)}
     shapes |= {f"layers.{i}.{n}": (h * D, M) for i in range(LAYERS) for n, h in (("q", G * R), ("k", G))}
-    found = {f"model.{name}": random_bits(shape, F32, k) for k, (name, shape) in enumerate(shapes.items())}
+    tensors = {f"model.{name}": random_bits(shape, F32, k) for k, (name, shape) in enumerate(shapes.items())}
     kept = {"norm": (M,)} | {f"layers.{i}.both": (G * (R + 1) * D, M) for i in range(LAYERS)}
     for number, (name, shape) in enumerate(kept.items()):
         state = f"optimizer.state.{name}."
-        found[state + "exp_avg"] = random_bits(shape, F32, 100 + number)
-        found[state + "exp_avg_sq"] = random_bits(shape, F32, 200 + number)
-        found[state + "step"] = np.asarray(7, np.float32)
-    return found
+        tensors[state + "exp_avg"] = random_bits(shape, F32, 100 + number)
+        tensors[state + "exp_avg_sq"] = random_bits(shape, F32, 200 + number)
+        tensors[state + "step"] = np.asarray(7, np.float32)
+    return tensors
 
 
 def translated(source: MemoryReader, to: str, into: str | None = None) -> MemoryReader:
     plan = make_plan(source, to, table(), into=into)
-    found = {name: tensor.read(source, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
-    return MemoryReader(to, found, dict(plan.notes.values()))
+    tensors = {name: tensor.read(source, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
+    return MemoryReader(to, tensors, dict(plan.notes.values()))
 
 
 def test_moments_are_taken_apart_and_put_together_again() -> None:
@@ -61,8 +61,8 @@ def test_moments_are_taken_apart_and_put_together_again() -> None:
     heads = np.stack(both).reshape(LAYERS, G, R + 1, D, M)
     q, k = heads[:, :, :R].reshape(LAYERS, G * R, D, M), heads[:, :, R]
     for name, expected in (("q", q), ("k", k)):
-        found = there.arrays[f"opt_state/mu/{name}/w"]
-        assert same_bits(found, np.ascontiguousarray(expected.transpose(3, 0, 1, 2)))
+        moment = there.arrays[f"opt_state/mu/{name}/w"]
+        assert same_bits(moment, np.ascontiguousarray(expected.transpose(3, 0, 1, 2)))
     assert there.arrays["opt_state/count"] == 7
     back = translated(there, "dcp")
     assert back.arrays.keys() == source.arrays.keys()
@@ -83,15 +83,15 @@ def test_a_run_saves_them_box_by_box() -> None:
     source = MemoryReader("dcp", arrays())
     saved = SavedAs(run_state(source), table())
     expected = translated(source, "dcp", "stacked")
-    found = {name: np.zeros(t.shape, t.dtype) for name, t in saved.tensors.items()}
+    filled = {name: np.zeros(t.shape, t.dtype) for name, t in saved.tensors.items()}
     for name, array in source.arrays.items():
         for start in range(array.shape[0] if array.ndim else 0):
             box = Box((start, *(0,) * (array.ndim - 1)), (1, *array.shape[1:]))
             for move in saved.moves(name, box):
-                found[move.name][move.box.slices()] = move.values(array[box.slices()])
-    moments = [name for name in found if name.startswith(("opt_state.mu", "opt_state.nu"))]
+                filled[move.name][move.box.slices()] = move.values(array[box.slices()])
+    moments = [name for name in filled if name.startswith(("opt_state.mu", "opt_state.nu"))]
     assert len(moments) == 6
-    assert [name for name in moments if not same_bits(found[name], expected.arrays[name])] == []
+    assert [name for name in moments if not same_bits(filled[name], expected.arrays[name])] == []
 
 
 def test_hyperparameters_follow_what_the_optimizer_has() -> None:
@@ -104,17 +104,17 @@ def test_hyperparameters_follow_what_the_optimizer_has() -> None:
     objects = {("optimizer", name.removeprefix("optimizer.")): value for name, value in values.items()}
     source = MemoryReader("dcp", arrays(), objects)
     plan = make_plan(source, "dcp", parse_mapping(text, "test"), into="flat")
-    found = {path[-1]: value for path, value in plan.notes.values() if path[0] == "optimizer"}
+    hyperparameters = {path[-1]: value for path, value in plan.notes.values() if path[0] == "optimizer"}
     expected = {f"param_groups.{i}.{n}.lr": 0.1 * i for i in range(LAYERS) for n in ("query", "key")}
-    assert found == expected | {"param_groups.n.lr": 9.0}
+    assert hyperparameters == expected | {"param_groups.n.lr": 9.0}
     flat = {name: t.read(source, Box.whole(t.shape)) for name, t in plan.tensors.items()}
-    again = MemoryReader("dcp", flat, {("optimizer", name): value for name, value in found.items()})
+    again = MemoryReader("dcp", flat, {("optimizer", name): value for name, value in hyperparameters.items()})
     back = make_plan(again, "dcp", parse_mapping(text, "test"), into="apart")
     assert {p[-1]: v for p, v in back.notes.values() if p[0] == "optimizer"} == {
         path[-1]: value for path, value in objects.items()
     }
-    found["param_groups.1.key.lr"] = 5.0
-    again = MemoryReader("dcp", flat, {("optimizer", name): value for name, value in found.items()})
+    hyperparameters["param_groups.1.key.lr"] = 5.0
+    again = MemoryReader("dcp", flat, {("optimizer", name): value for name, value in hyperparameters.items()})
     with pytest.raises(MappingError, match=r"equal hyperparameters of weights that become layers\.1\.both"):
         make_plan(again, "dcp", parse_mapping(text, "test"), into="apart")
 
@@ -134,14 +134,14 @@ def test_weights_of_one_rule_may_have_different_hyperparameters() -> None:
     plan = make_plan(
         MemoryReader("dcp", source.arrays, objects), "dcp", parse_mapping(text, "test"), into="stacked"
     )
-    found = {path[-1]: value for path, value in plan.notes.values() if path[0] == "optimizer"}
+    hyperparameters = {path[-1]: value for path, value in plan.notes.values() if path[0] == "optimizer"}
     new = {"q": "query", "k": "key"}
     expected = {}
     for name, value in values.items():
-        _, *place, entry = name.split(".")
-        renamed = "flat.n" if place == ["norm"] else f"{place[1]}.{new[place[2]]}"
+        _, *path, entry = name.split(".")
+        renamed = "flat.n" if path == ["norm"] else f"{path[1]}.{new[path[2]]}"
         expected[f"param_groups.{renamed}.{entry}"] = value
-    assert found == expected
+    assert hyperparameters == expected
 
 
 @pytest.mark.parametrize(

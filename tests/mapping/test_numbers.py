@@ -48,10 +48,10 @@ optional = "experts of layer {i}"
 def layers(count: int, *, experts: int | None = None) -> dict[str, np.ndarray]:
     """Layers of different values; from layer ``experts`` on with a second tensor."""
     rng = np.random.default_rng(0)
-    found = {f"layers.{i}.w": rng.standard_normal((2, 3)) for i in range(count)}
+    tensors = {f"layers.{i}.w": rng.standard_normal((2, 3)) for i in range(count)}
     more = range(count if experts is None else experts, count)
-    found |= {} if experts is None else {f"layers.{i}.n": rng.standard_normal(3) for i in range(count)}
-    return found | {f"layers.{i}.up": rng.standard_normal(5) for i in more}
+    tensors |= {} if experts is None else {f"layers.{i}.n": rng.standard_normal(3) for i in range(count)}
+    return tensors | {f"layers.{i}.up": rng.standard_normal(5) for i in more}
 
 
 def translated(table: str, tensors: dict[str, np.ndarray], into: str, **axes: int) -> dict[str, np.ndarray]:

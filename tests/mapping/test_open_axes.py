@@ -53,8 +53,8 @@ def test_all_rules_of_a_family_ask_for_one_size_in_one_sentence_with_what_the_sh
     )
     assert "and 1 more need it: expected a config.json beside the checkpoint" in message
     assert "--axis d=SIZE on the command line" in message
-    given = load_mapping("llama").with_axes({"d": 128})
-    assert make_plan(MemoryReader("dcp", llama()), "orbax", given, into="flax").tensors
+    mapping = load_mapping("llama").with_axes({"d": 128})
+    assert make_plan(MemoryReader("dcp", llama()), "orbax", mapping, into="flax").tensors
 
 
 FUSED = """

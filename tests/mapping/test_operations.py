@@ -70,18 +70,18 @@ def test_a_factor_is_on_weights_its_inverse_on_first_and_the_inverse_square_on_s
     arrays = checkpoint()
     reader = MemoryReader("dcp", arrays)
     plan = make_plan(reader, "orbax", table())
-    found = contents(plan, reader)
+    converted = contents(plan, reader)
     root = D**-0.5
-    assert same_bits(found["params/layers/q"], stacked(arrays, "model.", "", root))
+    assert same_bits(converted["params/layers/q"], stacked(arrays, "model.", "", root))
     expected = stacked(arrays, "optimizer.state.", ".exp_avg", 1 / root)
-    np.testing.assert_array_max_ulp(found["opt_state/mu/layers/q"], expected, 1)
+    np.testing.assert_array_max_ulp(converted["opt_state/mu/layers/q"], expected, 1)
     expected = stacked(arrays, "optimizer.state.", ".exp_avg_sq", float(D))
-    np.testing.assert_array_max_ulp(found["opt_state/nu/layers/q"], expected, 1)
+    np.testing.assert_array_max_ulp(converted["opt_state/nu/layers/q"], expected, 1)
     shifted = arrays["model.norm.weight"].astype(np.float64) + 1
-    assert same_bits(found["params/norm/scale"], shifted.astype(np.float32))
+    assert same_bits(converted["params/norm/scale"], shifted.astype(np.float32))
     for moment, entry in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
         assert same_bits(
-            found[f"opt_state/{moment}/norm/scale"], arrays[f"optimizer.state.norm.weight.{entry}"]
+            converted[f"opt_state/{moment}/norm/scale"], arrays[f"optimizer.state.norm.weight.{entry}"]
         )
     inexact = {"params/layers/q", "opt_state/mu/layers/q", "opt_state/nu/layers/q", "params/norm/scale"}
     assert set(plan.inexact) == inexact
@@ -142,10 +142,10 @@ def test_parts_of_one_tensor_have_their_own_operations() -> None:
     text = '[[rule]]\ntorch = "qk.x : (q + k) m"\njax = ["q/x : m q | times(0.5)", "k/x : m k"]\n[axes]\nk = "q"\n'
     weight = normal((8, 3), 1)
     reader = MemoryReader("dcp", {"model.qk.x": weight})
-    found = contents(make_plan(reader, "orbax", table(text)), reader)
-    assert same_bits(found["params/q/x"], np.array(weight[:4].T / 2, order="C"))
-    assert same_bits(found["params/k/x"], np.array(weight[4:].T, order="C"))
-    jax = MemoryReader("orbax", found)
+    converted = contents(make_plan(reader, "orbax", table(text)), reader)
+    assert same_bits(converted["params/q/x"], np.array(weight[:4].T / 2, order="C"))
+    assert same_bits(converted["params/k/x"], np.array(weight[4:].T, order="C"))
+    jax = MemoryReader("orbax", converted)
     assert same_bits(contents(make_plan(jax, "dcp", table(text)), jax)["model.qk.x"], weight)
 
 
@@ -174,8 +174,8 @@ def test_float64_is_rounded_once_to_nearest_even(dtype: type) -> None:
     middles = (values[1:] + values[:-1]) / 2
     neighbours = np.concatenate([np.nextafter(middles, -np.inf), middles, np.nextafter(middles, np.inf)])
     wide = np.concatenate([neighbours, values])
-    found = rounded(wide, narrow)
-    for x, y in zip(wide.tolist(), found, strict=True):
+    narrowed = rounded(wide, narrow)
+    for x, y in zip(wide.tolist(), narrowed, strict=True):
         bits = y.view(np.uint16 if narrow.itemsize == 2 else np.uint32 if narrow.itemsize == 4 else np.uint8)
         error = abs(Fraction(float(y)) - Fraction(x))
         for step in (-1, 1):
@@ -190,9 +190,9 @@ def test_float64_is_rounded_once_to_nearest_even(dtype: type) -> None:
 def test_an_element_that_becomes_infinite_is_an_error_and_an_infinite_one_stays() -> None:
     text = '[[rule]]\ntorch = "w.x"\njax = "w/x | times(1000)"\n'
     reader = MemoryReader("dcp", {"model.w.x": np.float16([1.0, np.inf, np.nan])})
-    found = contents(make_plan(reader, "orbax", table(text)), reader)["params/w/x"]
-    assert found[:2].tolist() == [1000.0, np.inf]
-    assert np.isnan(found[2])
+    converted = contents(make_plan(reader, "orbax", table(text)), reader)["params/w/x"]
+    assert converted[:2].tolist() == [1000.0, np.inf]
+    assert np.isnan(converted[2])
     reader = MemoryReader("dcp", {"model.w.x": np.float16([1.0, 66.0])})
     with pytest.raises(
         CheckpointError, match=r"tensor model\.w\.x of memory: .* float16 .* x \* 1000 \+ 0, got one"

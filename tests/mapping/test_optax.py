@@ -103,8 +103,8 @@ def contents(
         return tensors, {path: reader.objects[name] for name, path in reader.object_paths.items()}
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    (tensors, objects), (expected_tensors, expected_objects) = contents(found), contents(expected)
+def assert_same(converted: Path, expected: Path) -> None:
+    (tensors, objects), (expected_tensors, expected_objects) = contents(converted), contents(expected)
     assert tensors.keys() == expected_tensors.keys()
     assert [path for path, array in expected_tensors.items() if not same_bits(tensors[path], array)] == []
     assert objects == expected_objects
@@ -112,47 +112,51 @@ def assert_same(found: Path, expected: Path) -> None:
 
 def moments(state: Any, name: str) -> dict[str, np.ndarray]:
     """Every array below an attribute called ``name`` in an optimizer state, by the weight's name in torch."""
-    found = {}
+    by_name = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         keys = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
         if name in keys:
             *parts, last = keys[keys.index(name) + 1 :]
             torch = ".".join([*parts, {"kernel": "weight", "scale": "weight"}.get(last, last)])
-            found[torch] = np.asarray(leaf).T
-    return found
+            by_name[torch] = np.asarray(leaf).T
+    return by_name
 
 
 @pytest.mark.fast_cases("adamw", "decay masked", "partitioned", "momentum", "accumulated")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optax_state_becomes_torch_state_and_comes_back_exactly(tmp_path: Path, kind: str) -> None:
-    optimizer = OPTIMIZERS[kind]()
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_an_optax_state_becomes_torch_state_and_comes_back_exactly(
+    tmp_path: Path, optimizer_name: str
+) -> None:
+    optimizer = OPTIMIZERS[optimizer_name]()
     params, state = trained(optimizer)
     tree = {"params": params, "opt_state": state, "step": jnp.asarray(2)}
     saved(tmp_path / "jax", tree)
     convert(tmp_path / "jax", tmp_path / "torch", mapping=table())
     tensors, _ = contents(tmp_path / "torch")
     names = {".".join(map(str, path)): array for path, array in tensors.items()}
-    kinds = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
+    entries = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
     expected = {
         f"optimizer.state.{weight}.{torch}": array
-        for name, torch in kinds.items()
+        for name, torch in entries.items()
         for weight, array in moments(state, name).items()
     }
     assert len(expected) >= 2
-    found = {
+    converted = {
         name: array
         for name, array in names.items()
         if name.startswith("optimizer.state.") and not name.endswith(".step")
     }
-    assert found.keys() == expected.keys()
-    assert [name for name, array in expected.items() if not same_bits(found[name], array)] == []
+    assert converted.keys() == expected.keys()
+    assert [name for name, array in expected.items() if not same_bits(converted[name], array)] == []
     steps = {
         name: float(a)
         for name, a in names.items()
         if name.startswith("optimizer.state.") and name.endswith("step")
     }
-    updates = 1.0 if kind == "accumulated" else 2.0
-    with_steps = {name.rpartition(".")[0] for name in expected} if kind not in WITHOUT_STEPS else set()
+    updates = 1.0 if optimizer_name == "accumulated" else 2.0
+    with_steps = (
+        {name.rpartition(".")[0] for name in expected} if optimizer_name not in WITHOUT_STEPS else set()
+    )
     assert steps == {f"{weight}.step": updates for weight in with_steps}
 
     convert(tmp_path / "torch", tmp_path / "back", mapping=table())
@@ -283,14 +287,14 @@ def test_between_two_trees_the_chain_stays_and_the_counts_are_not_touched() -> N
     arrays = {name: np.asarray(a) for name, a in two_states().items()}
     arrays["opt_state/a/1/count"] = np.asarray(12, np.int32)
     source = MemoryReader("orbax", arrays)
-    found = translated(source, "orbax", mapping, "b")
+    converted = translated(source, "orbax", mapping, "b")
     kernels = [arrays[f"opt_state/a/0/mu/layers/{i}/kernel"].T for i in range(2)]
     expected = np.stack(kernels, axis=1)
-    assert same_bits(found.arrays["opt_state/a/0/mu/params/decoder/layers/kernel"], expected)
-    assert int(found.arrays["opt_state/b/1/count"]) == 4
-    assert int(found.arrays["opt_state/a/1/count"]) == 12
-    assert "opt_state/0/mu/params/decoder/layers/kernel" not in found.arrays
-    back = translated(found, "orbax", mapping, "a")
+    assert same_bits(converted.arrays["opt_state/a/0/mu/params/decoder/layers/kernel"], expected)
+    assert int(converted.arrays["opt_state/b/1/count"]) == 4
+    assert int(converted.arrays["opt_state/a/1/count"]) == 12
+    assert "opt_state/0/mu/params/decoder/layers/kernel" not in converted.arrays
+    back = translated(converted, "orbax", mapping, "a")
     assert back.arrays.keys() == arrays.keys()
     assert [name for name, a in arrays.items() if not same_bits(back.arrays[name], a)] == []
 
@@ -299,10 +303,10 @@ def test_between_two_torch_conventions_each_weight_keeps_its_step() -> None:
     mapping = parse_mapping(TREES, "trees")
     jax_tree = MemoryReader("orbax", {name: np.asarray(a) for name, a in two_states().items()})
     source = MemoryReader("dcp", translated(jax_tree, "dcp", mapping, "t").arrays)
-    found = translated(source, "dcp", mapping, "u")
-    assert float(found.arrays["optimizer.state.h.1.w.step"]) == 7
-    assert float(found.arrays["optimizer.state.h.1.b.step"]) == 4
-    back = translated(found, "dcp", mapping, "t")
+    converted = translated(source, "dcp", mapping, "u")
+    assert float(converted.arrays["optimizer.state.h.1.w.step"]) == 7
+    assert float(converted.arrays["optimizer.state.h.1.b.step"]) == 4
+    back = translated(converted, "dcp", mapping, "t")
     assert back.arrays.keys() == source.arrays.keys()
     assert [name for name, a in source.arrays.items() if not same_bits(back.arrays[name], a)] == []
 
@@ -381,13 +385,15 @@ def test_stock_orbax_restores_what_came_from_torch_into_adamw(tmp_path: Path) ->
     del params["norm"]
     template = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "b", jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
-    assert jax.tree.structure(found) == jax.tree.structure(template)
-    assert found["opt_state"][0].count == 7
-    kernel = found["opt_state"][0].nu["layers"]["1"]["kernel"]
+        restored = checkpointer.restore(
+            tmp_path / "b", jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+        )
+    assert jax.tree.structure(restored) == jax.tree.structure(template)
+    assert restored["opt_state"][0].count == 7
+    kernel = restored["opt_state"][0].nu["layers"]["1"]["kernel"]
     assert (kernel == 2.5).all()
-    optax.adamw(0.1).update(params, found["opt_state"], found["params"])
+    optax.adamw(0.1).update(params, restored["opt_state"], restored["params"])
     convert(tmp_path / "b", tmp_path / "c", mapping=table(CHAINED))
-    with open_checkpoint(tmp_path / "a") as one, open_checkpoint(tmp_path / "c") as other:
-        for name in one.tensors:
-            assert same_bits(one.read(name), other.read(name))
+    with open_checkpoint(tmp_path / "a") as original, open_checkpoint(tmp_path / "c") as other:
+        for name in original.tensors:
+            assert same_bits(original.read(name), other.read(name))

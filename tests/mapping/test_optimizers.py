@@ -29,8 +29,8 @@ def table(extra: str = "", third: str = "") -> MappingTable:
         + (f'{third} = "other.{n}.weight : o m"\n' if third else "")
         for n in SHAPES
     )
-    places = 'exp_avg = "opt_state/0/mu/{w}"\nmomentum_buffer = "opt_state/0/trace/{w}"\n'
-    tables = "".join(f"[convention.{n}]\n{places if n == 'jax' else ''}" for n in names)
+    paths = 'exp_avg = "opt_state/0/mu/{w}"\nmomentum_buffer = "opt_state/0/trace/{w}"\n'
+    tables = "".join(f"[convention.{n}]\n{paths if n == 'jax' else ''}" for n in names)
     return parse_mapping(f"{extra}{tables}{rules}", "optimizers.toml")
 
 
@@ -112,13 +112,13 @@ EQUAL: dict[str, tuple[Callable[..., torch.optim.Optimizer], optax.GradientTrans
 
 
 @pytest.mark.fast_cases("AdamW", "SGD")
-@pytest.mark.parametrize("kind", EQUAL)
-def test_a_training_goes_on_in_the_other_library(kind: str) -> None:
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_training_goes_on_in_the_other_library(name: str) -> None:
     """In float64: in float32 optax's bias correction, 1 - 0.999 ** 5, has five digits."""
     # RAdam's epsilon is added before the bias correction in torch, behind it in optax.
-    tolerance = 1e-9 if kind == "RAdam" else 1e-13
+    tolerance = 1e-9 if name == "RAdam" else 1e-13
     with jax.enable_x64(True):
-        goes_on_equally(*EQUAL[kind], tolerance)
+        goes_on_equally(*EQUAL[name], tolerance)
 
 
 def goes_on_equally(
@@ -128,16 +128,17 @@ def goes_on_equally(
     own = make(weights.values())
     torch_steps(own, weights, 0, STEPS)
     reader = torch_reader(own, weights)
-    found = contents(make_plan(reader, "orbax", table()), reader)
-    params = {n: {"kernel": jnp.asarray(found[f"params/{n}/kernel"])} for n in SHAPES}
+    converted = contents(make_plan(reader, "orbax", table()), reader)
+    params = {n: {"kernel": jnp.asarray(converted[f"params/{n}/kernel"])} for n in SHAPES}
     state = optimizer.init(params)
     fields = [field for field in ("mu", "nu", "trace") if hasattr(state[0], field)]
     moved = {
-        f: {n: {"kernel": jnp.asarray(found[f"opt_state/0/{f}/{n}/kernel"])} for n in SHAPES} for f in fields
+        f: {n: {"kernel": jnp.asarray(converted[f"opt_state/0/{f}/{n}/kernel"])} for n in SHAPES}
+        for f in fields
     }
     if "mu" in fields:
-        moved["count"] = jnp.asarray(found["opt_state/0/count"])
-        assert int(found["opt_state/0/count"]) == STEPS
+        moved["count"] = jnp.asarray(converted["opt_state/0/count"])
+        assert int(converted["opt_state/0/count"]) == STEPS
     state = (state[0]._replace(**moved), *state[1:])
     torch_steps(own, weights, STEPS, STEPS + MORE)
     params, state = jax_steps(optimizer, params, state, STEPS, STEPS + MORE)
@@ -146,12 +147,14 @@ def goes_on_equally(
 
     # The way back, and on.
     reader = jax_reader(params, state)
-    found = contents(make_plan(reader, "dcp", table()), reader)
-    again = {n: torch.nn.Parameter(torch.from_numpy(found[f"model.{n}.weight"].copy())) for n in SHAPES}
+    converted = contents(make_plan(reader, "dcp", table()), reader)
+    again = {n: torch.nn.Parameter(torch.from_numpy(converted[f"model.{n}.weight"].copy())) for n in SHAPES}
     fresh = make(again.values())
     for n, w in again.items():
         keys = {
-            k.rpartition(".")[2]: v for k, v in found.items() if k.startswith(f"optimizer.state.{n}.weight.")
+            k.rpartition(".")[2]: v
+            for k, v in converted.items()
+            if k.startswith(f"optimizer.state.{n}.weight.")
         }
         fresh.state[w] = {key: torch.from_numpy(np.array(value)) for key, value in keys.items()}
     torch_steps(fresh, again, STEPS + MORE, STEPS + 2 * MORE)
@@ -223,9 +226,9 @@ STATES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STATES)
-def test_states_of_other_libraries_are_one_sentence(kind: str) -> None:
-    words, message = STATES[kind]
+@pytest.mark.parametrize("state_name", STATES)
+def test_states_of_other_libraries_are_one_sentence(state_name: str) -> None:
+    words, message = STATES[state_name]
     arrays = {f"model.{n}.weight": np.zeros(shape, np.float32) for n, shape in SHAPES.items()}
     arrays |= {
         f"optimizer.state.{n}.weight.{word}": np.zeros(shape, np.float32)
@@ -340,9 +343,9 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.fast_cases("amsgrad", "rmsprop, momentum", "adafactor", "lion", "schedule-free", "prodigy")
-@pytest.mark.parametrize("kind", REFUSED_OPTAX)
-def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(kind: str) -> None:
-    message, make = REFUSED_OPTAX[kind]
+@pytest.mark.parametrize("state_name", REFUSED_OPTAX)
+def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(state_name: str) -> None:
+    message, make = REFUSED_OPTAX[state_name]
     params = jax_tree(gradients(99))
     reader = jax_reader(params, jax.tree.map(np.asarray, make().init(params)))
     with pytest.raises(MappingError, match=message):

@@ -50,7 +50,7 @@ def of_a_model(vocab_size: int = ROWS) -> MappingTable:
 
 def arrays() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for name in NAMES:
         for text in (
             f"model.{name}",
@@ -58,9 +58,9 @@ def arrays() -> dict[str, np.ndarray]:
             f"optimizer.state.{name}.exp_avg_sq",
         ):
             shape = (WIDTH,) if name == "norm.weight" else (ROWS, WIDTH)
-            found[text] = random.standard_normal(shape).astype(np.float32)
-        found[f"optimizer.state.{name}.step"] = np.asarray(4, np.float32)
-    return found
+            tensors[text] = random.standard_normal(shape).astype(np.float32)
+        tensors[f"optimizer.state.{name}.step"] = np.asarray(4, np.float32)
+    return tensors
 
 
 def padded(rows: int = PADDED) -> dict[str, np.ndarray]:
@@ -68,12 +68,12 @@ def padded(rows: int = PADDED) -> dict[str, np.ndarray]:
     tree: dict[str, np.ndarray] = {"opt_state/count": np.asarray(4, np.int32)}
     factors = {"params": 2, "opt_state/mu": 0.5, "opt_state/nu": 0.25}
     for name, there in NAMES.items():
-        for kind, beginning in (
+        for suffix, beginning in (
             ("", "params"),
             (".exp_avg", "opt_state/mu"),
             (".exp_avg_sq", "opt_state/nu"),
         ):
-            array = arrays()[f"optimizer.state.{name}{kind}" if kind else f"model.{name}"]
+            array = arrays()[f"optimizer.state.{name}{suffix}" if suffix else f"model.{name}"]
             if name != "norm.weight":
                 array = np.concatenate([array, np.zeros((rows - ROWS, WIDTH), np.float32)])
             if name == "embed.weight":
@@ -86,8 +86,10 @@ def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
     return {name: t.read(reader, Box.whole(t.shape)) for name, t in plan.tensors.items()}
 
 
-def equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
-    return found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in found)
+def equal(converted: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+    return converted.keys() == expected.keys() and all(
+        same_bits(converted[n], expected[n]) for n in converted
+    )
 
 
 def test_rows_are_added_as_zeros_of_weights_and_moments() -> None:
@@ -129,8 +131,8 @@ def test_rows_that_are_not_zeros_are_refused_unless_the_caller_says_how_many(
         assert f"{name} of" in str(refused.value)
         assert f"has 10 elements along axis {axis}, and the model 7: expected zeros" in str(refused.value)
         assert "(--axis padding=3;" in str(refused.value)
-    found = contents(make_plan(reader, "dcp", table(padding=PADDED - ROWS)), reader)
-    assert equal(found, arrays())
+    converted = contents(make_plan(reader, "dcp", table(padding=PADDED - ROWS)), reader)
+    assert equal(converted, arrays())
     assert make_plan(reader, "dcp", table(padding=0)).tensors["model.embed.weight"].shape == (PADDED, WIDTH)
 
 
@@ -146,8 +148,10 @@ def test_a_convention_with_padding_of_its_own_gets_the_rows_as_they_are() -> Non
     tree = padded()
     tree["params/head/kernel"][:, -1] = 5
     reader = MemoryReader("orbax", tree)
-    found = contents(make_plan(reader, "orbax", of_a_model(), into="like"), reader)
-    assert equal(found, {name.replace("norm/scale", "norm/weight"): array for name, array in tree.items()})
+    converted = contents(make_plan(reader, "orbax", of_a_model(), into="like"), reader)
+    assert equal(
+        converted, {name.replace("norm/scale", "norm/weight"): array for name, array in tree.items()}
+    )
 
 
 def test_moments_with_scales_are_not_padded() -> None:

@@ -62,8 +62,8 @@ DECODER |= {"decoder.norm": (2,)}
 
 def arrays(*names: str) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    found = {name: random.standard_normal(shape) for name, shape in (SHAPES | DECODER).items()}
-    return {f"model.{name}": array for name, array in found.items() if not names or name in names}
+    tensors = {name: random.standard_normal(shape) for name, shape in (SHAPES | DECODER).items()}
+    return {f"model.{name}": array for name, array in tensors.items() if not names or name in names}
 
 
 def table(text: str = PARTS) -> MappingTable:
@@ -88,13 +88,13 @@ def back(tree: dict[str, np.ndarray], to: str = "dcp", mapping: MappingTable | N
 def test_a_part_is_there_or_not_with_its_second_name(decoder: bool) -> None:
     weights = arrays() if decoder else arrays(*SHAPES)
     tree = there(weights)
-    found = back(tree)
+    returned = back(tree)
     second = ["encoder.embed.weight", "decoder.embed.weight"][: 1 + decoder]
     expected = weights | {f"model.{name}": weights["model.embed.weight"] for name in second}
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], array) for name, array in expected.items())
+    assert returned.keys() == expected.keys()
+    assert all(same_bits(returned[name], array) for name, array in expected.items())
     # The tree has nothing of it, however often it goes there and back.
-    assert there(found).keys() == tree.keys()
+    assert there(returned).keys() == tree.keys()
 
 
 @pytest.mark.parametrize(
@@ -201,18 +201,18 @@ optional = true
 def test_a_model_without_its_heads_becomes_one_without(root: str) -> None:
     random = np.random.default_rng(0)
     weights = {"embed.weight": (5, 4), "layer.0.weight": (3, 4), "layer.1.weight": (3, 4)}
-    given = {f"model.{root}{n}": random.standard_normal(shape) for n, shape in weights.items()}
-    given |= {"model.head.weight": random.standard_normal((2, 4))} if root else {}
-    tree = there(given, table(HEADS))
+    tensors = {f"model.{root}{n}": random.standard_normal(shape) for n, shape in weights.items()}
+    tensors |= {"model.head.weight": random.standard_normal((2, 4))} if root else {}
+    tree = there(tensors, table(HEADS))
     at = "params/" + root.replace(".", "/")
     heads = {"params/head/kernel"} if root else set()
     assert tree.keys() == {f"{at}embed/embedding", f"{at}layer/0/kernel", f"{at}layer/1/kernel"} | heads
-    found = back(tree, mapping=table(HEADS))
-    assert found.keys() == given.keys()
-    assert all(same_bits(found[name], array) for name, array in given.items())
+    returned = back(tree, mapping=table(HEADS))
+    assert returned.keys() == tensors.keys()
+    assert all(same_bits(returned[name], array) for name, array in tensors.items())
     # To names of the same kind it is to be said which.
     with pytest.raises(MappingError, match=r"is not clear; choose one \(--into\)"):
-        make_plan(MemoryReader("dcp", given), "dcp", table(HEADS))
+        make_plan(MemoryReader("dcp", tensors), "dcp", table(HEADS))
 
 
 @pytest.mark.parametrize(

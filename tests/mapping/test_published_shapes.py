@@ -30,9 +30,11 @@ def without_values(format: str, paths: Mapping[TreePath, tuple[int, ...]]) -> Ru
     return RunState(format, "the model", infos, {}, {}, lambda name: None)
 
 
-def class_shapes(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+def class_shapes(
+    class_name: str, config: Mapping[str, Any]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     """The shapes of a model's weights, and the `config.json` that transformers writes for the model."""
-    model_class = getattr(transformers, kind)
+    model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         model = model_class(model_class.config_class(**copy.deepcopy(dict(config))))
     state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -45,7 +47,7 @@ def class_shapes(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, tuple[
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_by_its_shapes(name: str) -> None:
     published = PUBLISHED[name]
-    shapes, written = class_shapes(published.kind, published.config)
+    shapes, written = class_shapes(published.class_name, published.config)
     count = sum(map(math.prod, shapes.values()))
     assert published.parameters in (count, None)
     family = load_mapping(published.family)
@@ -57,8 +59,8 @@ def test_a_published_model_by_its_shapes(name: str) -> None:
     there = make_plan(torch_state, "orbax", table)
     tree = {t.path[1:]: t.shape for t in there.tensors.values()}
     assert sum(map(math.prod, tree.values())) == count
-    found = {"/".join(map(str, path)): shape for path, shape in tree.items()}
-    assert published.shapes.items() <= found.items()
+    tree_shapes = {"/".join(map(str, path)): shape for path, shape in tree.items()}
+    assert published.shapes.items() <= tree_shapes.items()
     paths = {("params", *path): shape for path, shape in tree.items()}
     back = make_plan(without_values("orbax", paths), "dcp", table, into="torch")
     assert {t.path[1]: t.shape for t in back.tensors.values()} == shapes

@@ -191,10 +191,10 @@ def test_a_mapping_is_given_as_a_table_too() -> None:
     """For parity, convert and diff alike, which all ask ``mapping_table``."""
     text = 'name = "x"\n[[rule]]\ntorch = "w : o i_"\njax = "w : i_ o"\n'
     content = {"name": "x", "rule": [{"torch": "w : o i_", "jax": "w : i_ o"}]}
-    found = mapping_table(content, {"o": 3})
-    assert found is not None
-    assert found.rules == parse_mapping(text, "x").rules
-    assert found.axes == {"o": 3}
+    mapping = mapping_table(content, {"o": 3})
+    assert mapping is not None
+    assert mapping.rules == parse_mapping(text, "x").rules
+    assert mapping.axes == {"o": 3}
     for wrong, words in (
         ({"rules": []}, "expected only .* got rules"),
         ({"rule": {"torch": "w"}}, r"expected \[\[rule\]\] tables in mapping \(given as a table\)"),

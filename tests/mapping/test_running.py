@@ -64,8 +64,8 @@ def fused_arrays() -> dict[str, np.ndarray]:
     arrays = {}
     for name, shape in shapes.items():
         arrays[f"model.{name}"] = random.standard_normal(shape).astype(np.float32)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            arrays[f"optimizer.state.{name}.{kind}"] = random.standard_normal(shape).astype(np.float32)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            arrays[f"optimizer.state.{name}.{moment}"] = random.standard_normal(shape).astype(np.float32)
         arrays[f"optimizer.state.{name}.step"] = np.asarray(4, np.float32)
     return arrays
 
@@ -121,21 +121,21 @@ def test_boxes_of_a_run_fill_the_checkpoint_that_a_conversion_makes(case: str, s
     saved = SavedAs(run_state(reader), table)
     expected = make_plan(reader, reader.format, table, into="jax" if reader.format == "dcp" else "torch")
     assert saved.tensors.keys() == expected.tensors.keys()
-    found = {name: np.zeros(t.shape, t.dtype) for name, t in saved.tensors.items()}
+    filled = {name: np.zeros(t.shape, t.dtype) for name, t in saved.tensors.items()}
     times = {name: np.zeros(t.shape, int) for name, t in saved.tensors.items()}
     random = np.random.default_rng(seed)
     for source, array in reader.arrays.items():
         for box in pieces_of(Box.whole(array.shape), random):
             for move in saved.moves(source, box):
-                found[move.name][move.box.slices()] = move.values(array[box.slices()])
+                filled[move.name][move.box.slices()] = move.values(array[box.slices()])
                 times[move.name][move.box.slices()] += 1
     for name, tensor in expected.tensors.items():
         if isinstance(tensor.content, np.ndarray):
             assert tensor.content == saved.tensors[name].content
             continue
         assert (times[name] == 1).all(), name
-        assert found[name].tobytes() == tensor.read(reader, Box.whole(tensor.shape)).tobytes(), name
-        assert found[name].dtype == tensor.dtype
+        assert filled[name].tobytes() == tensor.read(reader, Box.whole(tensor.shape)).tobytes(), name
+        assert filled[name].dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,9 +179,9 @@ def test_a_comparison_of_values_that_no_process_has_is_refused() -> None:
     joined = parse_mapping('[[rule]]\ntorch = ["s : m s", "z : m z"]\njax = "w/x : m (s + z)"\n', "x.toml")
     own = {f"model.{name}": np.ones((4, 6), np.float32) for name in "sz"}
     own |= {
-        f"optimizer.state.{name}.{kind}": a
+        f"optimizer.state.{name}.{moment}": a
         for name, a in zip("sz", own.values(), strict=True)
-        for kind in ("exp_avg", "exp_avg_sq")
+        for moment in ("exp_avg", "exp_avg_sq")
     }
     own |= {f"optimizer.state.{name}.step": np.asarray(1, np.float32) for name in "sz"}
     with pytest.raises(CheckpointError, match=r"scales of rows that it joins"):

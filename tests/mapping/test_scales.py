@@ -52,7 +52,7 @@ def numbers(arrays: Mapping[str, np.ndarray], separator: str) -> Arrays:
         parts = name.split(separator)
         if any(part.endswith("_scale") for part in parts if part not in ("norm/scale",)):
             continue
-        own = {kind: f"{kind}_scale" for kind in (*KINDS, *KINDS.values())}
+        own = {moment: f"{moment}_scale" for moment in (*KINDS, *KINDS.values())}
         beside = separator.join(own.get(part, part) for part in parts)
         wide = array.astype(np.float32) if array.dtype.itemsize < 4 and array.dtype != np.uint8 else array
         if beside in arrays and beside != name:
@@ -68,11 +68,11 @@ def contents(plan: Plan, reader: MemoryReader) -> Arrays:
     return {name: tensor.read(reader, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
 
 
-def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(converted: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert converted.keys() == expected.keys()
     for name, array in expected.items():
-        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
-        assert found[name].tobytes() == array.tobytes(), name
+        assert (converted[name].shape, converted[name].dtype) == (array.shape, array.dtype), name
+        assert converted[name].tobytes() == array.tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -107,10 +107,10 @@ def test_scales_lie_along_the_axes_that_the_sources_rows_have_in_the_target() ->
 def test_scales_of_jaxs_own_rows_come_back_as_well(family: str) -> None:
     tree = expected_orbax(dcp_arrays(), stacked=family == "decoder_stacked")
     for k, (name, array) in enumerate(list(tree.items())):
-        _, kind, *rest = [*name.split("/"), "", ""]
-        if name.startswith("opt_state/") and kind in KINDS.values() and array.ndim > 1:
+        _, moment, *rest = [*name.split("/"), "", ""]
+        if name.startswith("opt_state/") and moment in KINDS.values() and array.ndim > 1:
             tree[name] = payload(array.shape, "float8_e5m2", k)
-            tree["/".join(("opt_state", f"{kind}_scale", *rest[:-2]))] = scale(array.shape, k)
+            tree["/".join(("opt_state", f"{moment}_scale", *rest[:-2]))] = scale(array.shape, k)
     orbax = MemoryReader("orbax", tree)
     there = contents(make_plan(orbax, "dcp", load_mapping(family)), orbax)
     assert_same(expected_orbax(numbers(there, "."), stacked=family == "decoder_stacked"), numbers(tree, "/"))
@@ -156,8 +156,8 @@ def test_any_rule_carries_scales_of_either_sides_rows(case: str) -> None:
     arrays: Arrays = {}
     for k, name in enumerate(names):
         arrays[f"model.{name}"] = payload(shape, "float16", k)
-        for kind in KINDS:
-            arrays[f"optimizer.state.{name}.{kind}"] = np.asarray(payload(shape, "float32", k + 3))
+        for moment in KINDS:
+            arrays[f"optimizer.state.{name}.{moment}"] = np.asarray(payload(shape, "float32", k + 3))
         arrays[f"optimizer.state.{name}.step"] = np.asarray(7, np.float32)
     plain = MemoryReader("dcp", arrays)
     tree = contents(make_plan(plain, "orbax", table), plain)
@@ -195,7 +195,9 @@ def test_no_element_gets_a_neighbours_scale_where_unequal_parts_repeat() -> None
     for k, (name, shape) in enumerate({"x": (2, 4), "y": (1, 6)}.items()):
         arrays[f"model.{name}"] = payload(shape, "float32", k)
         arrays[f"optimizer.state.{name}.step"] = np.asarray(7, np.float32)
-        arrays |= {f"optimizer.state.{name}.{kind}": payload(shape, "float32", 3 * k + 1) for kind in KINDS}
+        arrays |= {
+            f"optimizer.state.{name}.{moment}": payload(shape, "float32", 3 * k + 1) for moment in KINDS
+        }
     few = in_few_bits(arrays, "float8_e4m3fn")
     dcp = MemoryReader("dcp", few)
     there = contents(make_plan(dcp, "orbax", table), dcp)
@@ -214,7 +216,7 @@ def test_a_factor_changes_the_scales_and_leaves_the_payload() -> None:
         "model.w": payload((32, 3), "float32", 0),
         "optimizer.state.w.step": np.asarray(7, np.float32),
     }
-    arrays |= {f"optimizer.state.w.{kind}": payload((32, 3), "float32", 1) for kind in KINDS}
+    arrays |= {f"optimizer.state.w.{moment}": payload((32, 3), "float32", 1) for moment in KINDS}
     few = in_few_bits(arrays, "float8_e4m3fn")
     dcp = MemoryReader("dcp", few)
     plan = make_plan(dcp, "orbax", table)
@@ -222,7 +224,7 @@ def test_a_factor_changes_the_scales_and_leaves_the_payload() -> None:
     whole = few["optimizer.state.w.exp_avg_sq"].reshape(2, 16, 3).transpose(2, 0, 1)
     assert there["opt_state/nu/w/x"].tobytes() == whole.tobytes()
     # Weights are divided by 4, so first moments grow by 4 and second ones by 16.
-    scales = {kind: few[f"optimizer.state.w.{kind}_scale"].reshape(1, 2, 16) for kind in KINDS}
+    scales = {moment: few[f"optimizer.state.w.{moment}_scale"].reshape(1, 2, 16) for moment in KINDS}
     np.testing.assert_array_equal(there["opt_state/mu_scale/w/x"], scales["exp_avg"] * 4)
     np.testing.assert_array_equal(there["opt_state/nu_scale/w/x"], scales["exp_avg_sq"] * 16)
     assert plan.inexact == ()
@@ -338,13 +340,13 @@ def test_a_cast_decodes_moments_and_leaves_no_scales(tmp_path: Path, mapping: st
     dcp = saved(tmp_path / "dcp", arrays)
     pattern = "opt_state/*" if mapping else "optimizer/state/*"
     convert(dcp, tmp_path / "wide", mapping=mapping, casts=[f"{pattern}=float32"])
-    found = stored(tmp_path / "wide")
+    tensors = stored(tmp_path / "wide")
     expected = numbers(arrays, ".")
     if mapping:
-        assert_same(found, expected_orbax(expected))
+        assert_same(tensors, expected_orbax(expected))
     else:
         names = {name: info.path for name, info in MemoryReader("dcp", arrays).tensors.items()}
-        assert_same(found, {"/".join(names[name]): array for name, array in expected.items()})
+        assert_same(tensors, {"/".join(names[name]): array for name, array in expected.items()})
 
 
 def test_a_cast_to_few_bits_would_need_other_scales(tmp_path: Path) -> None:

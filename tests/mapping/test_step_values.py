@@ -61,9 +61,9 @@ STEPS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("numbered", [False, True])
-@pytest.mark.parametrize("kind", STEPS)
-def test_a_step_of_any_kind_is_the_count(tmp_path: Path, kind: str, numbered: bool) -> None:
-    torch.save(state_dict(STEPS[kind], numbered=numbered), tmp_path / "a.pt")
+@pytest.mark.parametrize("form", STEPS)
+def test_a_step_of_any_kind_is_the_count(tmp_path: Path, form: str, numbered: bool) -> None:
+    torch.save(state_dict(STEPS[form], numbered=numbered), tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
     assert count(tmp_path / "out") == 3
 

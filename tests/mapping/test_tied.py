@@ -32,12 +32,12 @@ def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
 
 def test_a_target_with_both_names_gets_both_from_one() -> None:
     reader = MemoryReader("dcp", dcp_arrays(tied=True))
-    found = contents(make_plan(reader, "orbax", decoder("both")), reader)
+    converted = contents(make_plan(reader, "orbax", decoder("both")), reader)
     embedding = reader.arrays["model.embed.weight"]
-    assert same_bits(found["params/lm_head/kernel"], np.array(embedding.T, order="C"))
-    assert same_bits(found["params/embed/embedding"], embedding)
-    assert "opt_state/mu/lm_head/kernel" not in found
-    assert "opt_state/mu/embed/embedding" in found
+    assert same_bits(converted["params/lm_head/kernel"], np.array(embedding.T, order="C"))
+    assert same_bits(converted["params/embed/embedding"], embedding)
+    assert "opt_state/mu/lm_head/kernel" not in converted
+    assert "opt_state/mu/embed/embedding" in converted
 
 
 def test_a_target_with_one_name_gets_one_of_two_that_are_equal_and_back() -> None:
@@ -119,15 +119,15 @@ def test_two_with_an_optimizer_state_each_are_not_tied() -> None:
 
 @pytest.mark.parametrize("tied", [None, "once", "both"])
 def test_a_model_that_has_one_or_two_keeps_them_unless_asked(tied: Tied | None) -> None:
-    one = MemoryReader("dcp", dcp_arrays(tied=True))
-    assert ("params/lm_head/kernel" in make_plan(one, "orbax", decoder(tied)).tensors) == (tied == "both")
+    once = MemoryReader("dcp", dcp_arrays(tied=True))
+    assert ("params/lm_head/kernel" in make_plan(once, "orbax", decoder(tied)).tensors) == (tied == "both")
     if tied != "once":
         two = MemoryReader("dcp", dcp_arrays())
-        found = contents(make_plan(two, "orbax", decoder(tied)), two)
+        converted = contents(make_plan(two, "orbax", decoder(tied)), two)
         assert same_bits(
-            found["params/lm_head/kernel"], np.array(two.arrays["model.lm_head.weight"].T, order="C")
+            converted["params/lm_head/kernel"], np.array(two.arrays["model.lm_head.weight"].T, order="C")
         )
-        assert "opt_state/nu/lm_head/kernel" in found
+        assert "opt_state/nu/lm_head/kernel" in converted
 
 
 def test_the_command_line_ties_and_says_what_it_left_out(tmp_path: Path) -> None:

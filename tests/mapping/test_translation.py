@@ -22,9 +22,9 @@ def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
     return {name: tensor.read(reader, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
 
 
-def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+def assert_same(converted: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert converted.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(converted[name], expected[name])] == []
 
 
 def table(text: str) -> MappingTable:
@@ -197,9 +197,9 @@ def test_an_axis_size_that_nothing_gives_names_rule_axis_and_remedy() -> None:
     assert "rule layers.{i}.attention.wq.weight : (h d) m <-> " in message
     assert "the mapping takes it from train.model.head_dim, which memory does not have" in message
     assert "--axis d=SIZE" in message
-    given = contents(make_plan(reader, "orbax", mapping.with_axes({"d": HEAD_DIM})), reader)
+    converted = contents(make_plan(reader, "orbax", mapping.with_axes({"d": HEAD_DIM})), reader)
     expected = expected_orbax(dcp_arrays())
-    assert_same(given, {name: a for name, a in expected.items() if not name.startswith("train/")})
+    assert_same(converted, {name: a for name, a in expected.items() if not name.startswith("train/")})
 
 
 def test_a_wrong_axis_size_names_the_tensor() -> None:
@@ -385,8 +385,8 @@ def test_what_a_later_tensor_settles_serves_an_earlier_one() -> None:
     a, b = np.arange(12.0), np.arange(3.0) + 20
     plan = make_plan(MemoryReader("orbax", {"params/a": a, "params/b": b}), "dcp", mapping)
     reader = MemoryReader("orbax", {"params/a": a, "params/b": b})
-    found = plan.tensors["model.w"].read(reader, Box.whole((15,)))
-    assert found.tolist() == [*a, *b]
+    merged = plan.tensors["model.w"].read(reader, Box.whole((15,)))
+    assert merged.tolist() == [*a, *b]
 
 
 def test_two_rules_that_make_one_tensor_are_refused_by_name() -> None:

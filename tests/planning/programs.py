@@ -19,9 +19,9 @@ def computation(name: str, *lines: str) -> str:
 
 def work(*lines: str, computations: str = "") -> Work:
     """The only operation that costs something."""
-    (found,) = read_program(program(*lines, computations=computations)).steps
-    assert isinstance(found, Work)
-    return found
+    (step,) = read_program(program(*lines, computations=computations)).steps
+    assert isinstance(step, Work)
+    return step
 
 
 # 2 x 512 x 256 x 128 operations on 2 x (512 x 256 + 256 x 128 + 512 x 128) bytes.

@@ -66,27 +66,27 @@ def closed_formula(setting: Setting) -> int:
 
 
 def assert_collectives_as_another_reader_finds_them(program: Program, text: str) -> None:
-    found: Counter[str] = Counter()
-    for one, times in program.transfers:
-        if one.kind != COPY:
-            found[one.kind] += times * one.bytes
+    nbytes: Counter[str] = Counter()
+    for transfer, times in program.transfers:
+        if transfer.kind != COPY:
+            nbytes[transfer.kind] += times * transfer.bytes
     expected: Counter[str] = Counter()
     for collective in read_collectives(text):
         expected[collective.kind] += collective.bytes
-    assert found == expected
+    assert nbytes == expected
 
 
 def without_overlap(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Every transfer is waited for where it begins."""
-    found: list[Step] = []
-    for one in steps:
-        if isinstance(one, Loop):
-            found.append(replace(one, steps=without_overlap(one.steps)))
-        elif isinstance(one, Start) and one.transfer.kind != COPY:
-            found += [one, Done(one.key)]
+    serial: list[Step] = []
+    for step in steps:
+        if isinstance(step, Loop):
+            serial.append(replace(step, steps=without_overlap(step.steps)))
+        elif isinstance(step, Start) and step.transfer.kind != COPY:
+            serial += [step, Done(step.key)]
         else:
-            found.append(one)
-    return tuple(found)
+            serial.append(step)
+    return tuple(serial)
 
 
 @pytest.mark.slow
@@ -103,13 +103,13 @@ def test_products_on_gpus_are_those_of_the_closed_formula(gpu: Read, stacked: bo
 def test_overlap_on_gpus_makes_a_step_shorter_by_what_it_hides(gpu: Read) -> None:
     program, _, _ = gpu(H100)
     machine = Machine(HARDWARE["h100"], (8,))
-    found = step_time(program, machine)
+    overlapped = step_time(program, machine)
     plain = step_time(Program(without_overlap(program.steps)), machine)
     assert plain.hidden == pytest.approx(0, abs=1e-12)
     assert plain.exposed == pytest.approx(plain.communication)
-    assert found.communication == pytest.approx(plain.communication)
-    assert found.hidden > 0.2 * found.communication
-    assert plain.total - found.total == pytest.approx(found.hidden)
+    assert overlapped.communication == pytest.approx(plain.communication)
+    assert overlapped.hidden > 0.2 * overlapped.communication
+    assert plain.total - overlapped.total == pytest.approx(overlapped.hidden)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_bytes_at_rest_are_those_of_the_design(
 )
 def test_dtypes_that_are_left_out(precision: str, reduced: str, kept: int) -> None:
     plan = make_plan(SMALL, parse_policy(policy("optim", precision=precision), "x"), 4, "torch", Workload())
-    dtypes = {one.dtype for one in plan.traffic.calls if one.kind == "reduce_scatter"}
+    dtypes = {call.dtype for call in plan.traffic.calls if call.kind == "reduce_scatter"}
     assert dtypes == {reduced}
     assert plan.at_rest.gradients.real == kept * P // 4
 
@@ -114,13 +114,13 @@ def test_no_shard_in_one_dtype_computes_with_the_main_weights() -> None:
 def test_traffic_of_three_microbatches(strategy: str, expected: tuple[int, ...], runtime: str) -> None:
     mixed = policy(strategy, precision='compute = "bfloat16"\nreduce = "float32"')
     traffic = make_plan(SMALL, parse_policy(mixed, "x"), 4, runtime, Workload(microbatches=3)).traffic
-    found = [traffic.nbytes(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    sent = [traffic.nbytes(collective) for collective in ("all_gather", "reduce_scatter", "all_reduce")]
     gathers, scatters, reduces = expected
     if runtime == "torch":
         # Four units are reduced once or in every microbatch.
         scatters += traffic.count("reduce_scatter") // 4 * 4 * 4 * PARAMETERS
         reduces += 4 * PARAMETERS if reduces else 0
-    assert found == [gathers, scatters, reduces]
+    assert sent == [gathers, scatters, reduces]
     assert traffic.wire_bytes() == round(3 / 4 * (gathers + scatters + 2 * reduces))
     assert traffic.loss == (runtime == "jax")
 
@@ -199,7 +199,7 @@ def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         # In a loop nothing is gathered ahead.
         chosen = parse_policy(policy(strategy, "prefetch = 0"), "mine.toml")
-        plain, scanned = (make_plan(one, chosen, 4, "jax", Workload(1, 1, 3)) for one in (SMALL, stacked))
+        plain, scanned = (make_plan(model, chosen, 4, "jax", Workload(1, 1, 3)) for model in (SMALL, stacked))
         assert scanned.at_rest == plain.at_rest
         assert scanned.traffic == plain.traffic
         assert scanned.peak.total >= plain.peak.total
@@ -265,16 +265,16 @@ def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
 def test_the_cheapest_that_fits() -> None:
     model = {"torch": shipped_model("llama3-8b")}
     policies = [load_policy(name) for name in ("no_shard", "zero1", "fsdp", "fsdp_bf16")]
-    found = compare(model, policies, [8, 64], Workload(), parse_bytes("80GB"))
+    comparison = compare(model, policies, [8, 64], Workload(), parse_bytes("80GB"))
     fitting = {
         devices: {
             p.policy: p.traffic.wire_bytes()
-            for p in found.plans
-            if p.mesh.devices == devices and found.fits(p)
+            for p in comparison.plans
+            if p.mesh.devices == devices and comparison.fits(p)
         }
         for devices in (8, 64)
     }
-    for choice in found.choices:
+    for choice in comparison.choices:
         costs = fitting[choice.devices]
         assert choice.policy in costs
         assert costs[choice.policy] == min(costs.values())
@@ -295,27 +295,27 @@ def test_a_policy_fits_within_the_memory_less_the_reserve() -> None:
         (peak, Fraction(0), True),
         (peak - 1, Fraction(0), None),
     ):
-        found = compare(models, policies, [8], Workload(), memory, reserve)
-        assert found.fits(found.plans[0]) is fits
-        assert found.anything_fits is bool(fits)
-        written = document(found)
+        comparison = compare(models, policies, [8], Workload(), memory, reserve)
+        assert comparison.fits(comparison.plans[0]) is fits
+        assert comparison.anything_fits is bool(fits)
+        written = document(comparison)
         assert (written["reserve"], written["plans"][0]["fits"]) == (float(reserve), fits)
         assert written["usable"] == int(memory * (1 - reserve))
-        assert any(f"less {float(100 * reserve):g} % of reserve" in line for line in notes(found))
+        assert any(f"less {float(100 * reserve):g} % of reserve" in line for line in notes(comparison))
     assert not compare(models, policies, [8], Workload(), short).anything_fits
     assert document(compare(models, policies, [8], Workload()))["usable"] is None
 
 
 def test_each_workload_has_a_choice_of_its_own() -> None:
     works = [Workload(1, 16), Workload(1, 16384)]
-    found = compare(
+    comparison = compare(
         {"torch": shipped_model("llama3-8b")}, [load_policy("fsdp")], [8], works, parse_bytes("80GB")
     )
-    assert [(one.workload, one.policy) for one in found.choices] == [
+    assert [(choice.workload, choice.policy) for choice in comparison.choices] == [
         (works[0], "fsdp.toml"),
         (works[1], None),
     ]
-    assert found.anything_fits
+    assert comparison.anything_fits
 
 
 def test_a_lower_bound_says_no_or_nothing() -> None:
@@ -323,26 +323,28 @@ def test_a_lower_bound_says_no_or_nothing() -> None:
     known = shipped_model("llama3-8b")
     unknown = replace(known, activations=())
     for models in ({"torch": unknown}, {"torch": known, "jax": unknown}):
-        found = compare(models, policies, [8], Workload(1, 16), parse_bytes("80GB"))
-        assert {(p.policy, p.runtime): found.fits(p) for p in found.plans} == {
+        comparison = compare(models, policies, [8], Workload(1, 16), parse_bytes("80GB"))
+        assert {(p.policy, p.runtime): comparison.fits(p) for p in comparison.plans} == {
             ("no_shard.toml", runtime): False for runtime in models
         } | {("fsdp.toml", runtime): None if models[runtime] is unknown else True for runtime in models}
-        (choice,) = found.choices
+        (choice,) = comparison.choices
         assert (choice.policy, choice.unknown) == (None, ("fsdp.toml",))
-        assert not found.anything_fits
-        assert [entry["policy"] for entry in document(found)["cheapest"]] == [None]
-        text = " ".join(notes(found))
+        assert not comparison.anything_fits
+        assert [entry["policy"] for entry in document(comparison)["cheapest"]] == [None]
+        text = " ".join(notes(comparison))
         assert "unknown whether fsdp.toml fit" in text
         assert "cheapest that fits" not in text
-        assert [row[-1] for row in overview(found)[1]][-1] == "unknown"
+        assert [row[-1] for row in overview(comparison)[1]][-1] == "unknown"
 
 
 def test_notes_and_document_say_which_attention_is_counted() -> None:
-    for asked, kinds in ((None, ("fused", "plain")), (Attention.fused, ("fused", "fused"))):
-        found = compare(resolve_models("llama3-8b", attention=asked), [load_policy("fsdp")], [8], Workload())
-        (line,) = (one for one in notes(found) if one.startswith("attention: "))
-        assert line.startswith(f"attention: {kinds[0]} in torch, {kinds[1]} in jax; ")
-        assert tuple(one["attention"] for one in document(found)["plans"]) == kinds
+    for asked, attentions in ((None, ("fused", "plain")), (Attention.fused, ("fused", "fused"))):
+        comparison = compare(
+            resolve_models("llama3-8b", attention=asked), [load_policy("fsdp")], [8], Workload()
+        )
+        (line,) = (note for note in notes(comparison) if note.startswith("attention: "))
+        assert line.startswith(f"attention: {attentions[0]} in torch, {attentions[1]} in jax; ")
+        assert tuple(entry["attention"] for entry in document(comparison)["plans"]) == attentions
     own = compare(resolve_models("decoder:quick", ["jax"]), [load_policy("fsdp")], [8], Workload(1, 16))
     assert not any(line.startswith("attention") for line in notes(own))
     assert document(own)["plans"][0]["attention"] is None
@@ -350,13 +352,15 @@ def test_notes_and_document_say_which_attention_is_counted() -> None:
 
 def test_a_policy_is_left_out_where_its_mesh_does_not_fit() -> None:
     fixed = parse_policy(policy("optim", "dp = 4"), "four.toml")
-    found = compare({"jax": SMALL}, [fixed, parse_policy(policy("optim"), "any.toml")], [4, 6], Workload())
-    assert [(p.policy, p.mesh.devices) for p in found.plans] == [
+    comparison = compare(
+        {"jax": SMALL}, [fixed, parse_policy(policy("optim"), "any.toml")], [4, 6], Workload()
+    )
+    assert [(p.policy, p.mesh.devices) for p in comparison.plans] == [
         ("four.toml", 4),
         ("any.toml", 4),
         ("any.toml", 6),
     ]
-    assert "expected axes of 6 devices" in found.refused[0]
+    assert "expected axes of 6 devices" in comparison.refused[0]
 
 
 @pytest.mark.parametrize(
@@ -389,8 +393,8 @@ def test_an_amount_of_memory_without_its_unit_is_refused(text: str, hint: str) -
 
 
 def test_shares_of_memory() -> None:
-    found = [parse_share(text) for text in ("10%", " 7.5 %", "0", "0%")]
-    assert found == [Fraction(1, 10), Fraction(3, 40), 0, 0]
+    shares = [parse_share(text) for text in ("10%", " 7.5 %", "0", "0%")]
+    assert shares == [Fraction(1, 10), Fraction(3, 40), 0, 0]
 
 
 @pytest.mark.parametrize(

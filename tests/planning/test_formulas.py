@@ -35,13 +35,13 @@ def test_shapes_in_jax_are_those_of_causal_lm_and_its_residuals(name: str) -> No
     parameters, modules = nnx_shapes(
         name, abstract_module(lambda rngs: models.CausalLM(config, rngs=rngs)), ()
     )
-    found = shape_model(name, shape, "jax")
-    assert found.parameters == parameters
-    assert set(found.modules) == set(modules)
-    for mine, its in zip(found.activations, decoder_activations("jax", config), strict=True):
+    model = shape_model(name, shape, "jax")
+    assert model.parameters == parameters
+    assert set(model.modules) == set(modules)
+    for mine, its in zip(model.activations, decoder_activations("jax", config), strict=True):
         assert mine.path == its.path
         for compute in ("float32", "bfloat16"):
-            a, b = (vars(one.bytes_for(2, 512, compute)) for one in (mine, its))
+            a, b = (vars(segment.bytes_for(2, 512, compute)) for segment in (mine, its))
             for key in a:
                 # Without the scales of norms, rotary tables, and the constants of the loss.
                 assert a[key] == pytest.approx(b[key], rel=0.01, abs=2**14), (mine.path, key)
@@ -71,8 +71,8 @@ def test_shapes_in_torch_are_those_of_hugging_faces_layer(length: int, compute: 
         lambda: Layer().to(dtype), lambda: torch.empty(1, length, 512, dtype=dtype)
     )
     shape = DecoderShape(101, 512, 1, GroupedQueries(8, 2, 64), DenseMlp(1408))
-    found = {one.path: one for one in shape.torch_activations(Attention.plain)}
-    mine = found["layers.0"].bytes_for(1, length, compute)
+    segments = {segment.path: segment for segment in shape.torch_activations(Attention.plain)}
+    mine = segments["layers.0"].bytes_for(1, length, compute)
     assert mine.saved == pytest.approx(its.saved, rel=0.02)
     assert mine.input == its.input
     assert mine.forward > 0.98 * its.forward
@@ -82,17 +82,17 @@ def test_shapes_in_torch_are_those_of_hugging_faces_layer(length: int, compute: 
 def test_fused_attention_keeps_no_scores() -> None:
     shape = SHAPES["dense"]
     for runtime in ("torch", "jax"):
-        found: dict[Attention, list[SegmentBytes]] = {
-            kind: [
-                one.bytes_for(1, length, "bfloat16")
+        by_attention: dict[Attention, list[SegmentBytes]] = {
+            attention: [
+                segment.bytes_for(1, length, "bfloat16")
                 for length in (512, 1024)
-                for one in shape_model("x", shape, runtime, kind).activations
-                if one.path == "layers.0"
+                for segment in shape_model("x", shape, runtime, attention).activations
+                if segment.path == "layers.0"
             ]
-            for kind in Attention
+            for attention in Attention
         }
-        short, long = found[Attention.fused]
+        short, long = by_attention[Attention.fused]
         assert long.saved == pytest.approx(2 * short.saved, rel=1e-3)
-        short, long = found[Attention.plain]
+        short, long = by_attention[Attention.plain]
         # A float32 and a bfloat16 number for each of 6 heads and pair of tokens.
         assert long.saved - 2 * short.saved == pytest.approx(6 * 6 * (1024**2 - 2 * 512**2), rel=1e-3)

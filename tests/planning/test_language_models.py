@@ -27,30 +27,30 @@ POLICY = parse_policy('[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n', "x
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_is_planned_as_causal_lm(tmp_path: Path, name: str) -> None:
     path = Path(model_named(name, tmp_path))
-    found = resolve_models(str(path))
+    resolved = resolve_models(str(path))
     for runtime, model in resolve_models(str(path.parent)).items():
-        assert replace(model, name=str(path)) == found[runtime]
+        assert replace(model, name=str(path)) == resolved[runtime]
     # Of other families than Llama and Mixtral the layers of Hugging Face are not counted.
-    assert set(found) == ({"torch", "jax"} if name in ("llama", "mixtral") else {"jax"})
+    assert set(resolved) == ({"torch", "jax"} if name in ("llama", "mixtral") else {"jax"})
     config = models.CausalLMConfig.from_hf(CONFIGS[name])
     its = nnx.state(nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0))), nnx.Param)
     numel = sum(leaf.size for leaf in jax.tree.leaves(its))
-    for runtime, model in found.items():
+    for runtime, model in resolved.items():
         assert model.numel == numel
         plan = make_plan(model, POLICY, 4, runtime, Workload(1, 64))
         assert plan.peak.complete
     if name != "gemma2":
         stacked = resolve_models(str(path), ["jax"], ["layers"])["jax"]
-        assert (stacked.parameters, stacked.stacks) == (found["jax"].parameters, ("layers",))
+        assert (stacked.parameters, stacked.stacks) == (resolved["jax"].parameters, ("layers",))
 
 
 def test_attention_can_be_chosen_where_the_family_is_counted(tmp_path: Path) -> None:
     llama, gpt2 = (model_named(name, tmp_path) for name in ("llama", "gpt2"))
     work = Workload(1, 2048)
 
-    def peak(runtime: str, kind: Attention | None) -> int:
-        (model,) = resolve_models(llama, [runtime], (), kind).values()
-        assert model.attention == (kind or {"torch": "fused", "jax": "plain"}[runtime])
+    def peak(runtime: str, attention: Attention | None) -> int:
+        (model,) = resolve_models(llama, [runtime], (), attention).values()
+        assert model.attention == (attention or {"torch": "fused", "jax": "plain"}[runtime])
         return make_plan(model, POLICY, 4, runtime, work).peak.total
 
     for runtime, own in (("torch", Attention.fused), ("jax", Attention.plain)):

@@ -14,13 +14,13 @@ from bridge.planning.models.errors import PlanError
 GB = 10**9
 
 
-def seconds(machine: str, kind: str, group: range | tuple[int, ...]) -> float:
+def seconds(machine: str, collective: str, group: range | tuple[int, ...]) -> float:
     """Of a gigabyte."""
-    return seconds_on_links(Transfer(kind, GB, (tuple(group),)), machine_named(machine))
+    return seconds_on_links(Transfer(collective, GB, (tuple(group),)), machine_named(machine))
 
 
 @pytest.mark.parametrize(
-    ("machine", "kind", "group", "expected"),
+    ("machine", "collective", "group", "expected"),
     [
         # NVLink, 450 GB/s: 7 of 8 parts come from elsewhere.
         ("h100:8", "all_gather", range(8), 7 / 8 / 450),
@@ -53,8 +53,8 @@ def seconds(machine: str, kind: str, group: range | tuple[int, ...]) -> float:
         ("v5p:4x4x4", "ppermute", (0, 1), 1 / 90),
     ],
 )
-def test_a_gigabyte(machine: str, kind: str, group: range, expected: float) -> None:
-    assert seconds(machine, kind, group) == pytest.approx(expected)
+def test_a_gigabyte(machine: str, collective: str, group: range, expected: float) -> None:
+    assert seconds(machine, collective, group) == pytest.approx(expected)
 
 
 def test_the_slowest_pair_of_a_permutation_counts() -> None:
@@ -76,9 +76,9 @@ def test_a_machine_by_name() -> None:
     for wrong in ("h900:8", "h100", "h100:", "h100:x", "v5e:4x-4", "v5p:4x4", "h100:0", "h100:8x8"):
         with pytest.raises(PlanError, match=r"^target.*: expected"):
             machine_named(wrong)
-    for kind, sizes in (("v5p", (4, 4)), ("h100", (0,)), ("h100", (8, 8))):
+    for chip, sizes in (("v5p", (4, 4)), ("h100", (0,)), ("h100", (8, 8))):
         with pytest.raises(PlanError, match=r"expected [13] sizes of at least 1"):
-            Machine(HARDWARE[kind], sizes)
+            Machine(HARDWARE[chip], sizes)
 
 
 def test_every_target_has_its_hardware() -> None:
@@ -87,17 +87,17 @@ def test_every_target_has_its_hardware() -> None:
 
 def test_the_table_is_ordered_as_the_cards_are() -> None:
     """A slip of a digit or unit would break an order that the data sheets have."""
-    for one in HARDWARE.values():
-        peaks = one.peaks
+    for hardware in HARDWARE.values():
+        peaks = hardware.peaks
         assert (
             peaks["f32_highest"] < peaks["f32_high"] <= peaks["f32"] <= peaks["bf16"] <= peaks["f8"] <= 5e15
         )
         assert peaks["bf16"] > 1e14
         # Products of 8192 are bound by compute, by far.
-        assert 100 < peaks["bf16"] / one.bandwidth < 600
-        if isinstance(one.links, Fabric):
-            assert one.bandwidth > one.links.inside > one.links.between > 1e10
+        assert 100 < peaks["bf16"] / hardware.bandwidth < 600
+        if isinstance(hardware.links, Fabric):
+            assert hardware.bandwidth > hardware.links.inside > hardware.links.between > 1e10
         else:
-            assert one.bandwidth > 6 * one.links.link > 2e11
+            assert hardware.bandwidth > 6 * hardware.links.link > 2e11
     with pytest.raises(ValueError, match=r"v5e: expected matrix products in bf16, .*, got f64"):
         HARDWARE["v5e"].peak("f64")

@@ -109,7 +109,7 @@ def assert_state_in_torch(
     world = math.prod(mesh)
     chosen = Optimizer(name, dtypes, Fraction(offload))
     measured = ranks.run(world, state_bytes, text, [PART, PART], OWN, name, dtypes, offload)
-    for rank, found in enumerate(measured):
+    for rank, nbytes in enumerate(measured):
         plan = make_plan(
             model_of([PART, PART], OWN),
             parse_policy(text, "test"),
@@ -120,20 +120,20 @@ def assert_state_in_torch(
             optimizer=chosen,
         )
         rest = plan.at_rest
-        assert (rest.moments.allocated, rest.host) == (found["device"], found["host"])
-        assert (rest.moments.allocated, rest.host) == (found["report"], found["report host"])
+        assert (rest.moments.allocated, rest.host) == (nbytes["device"], nbytes["host"])
+        assert (rest.moments.allocated, rest.host) == (nbytes["report"], nbytes["report host"])
         assert (rest.host > 0) == (offload > 0)
 
 
 def held(tree: Any, device: jax.Device) -> tuple[int, int]:
     """Bytes on the device and in the host's memory; counters and constants are left out."""
-    found = [0, 0]
+    on_device_and_host = [0, 0]
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not jax.tree_util.keystr(path).endswith(CONSTANTS):
             for shard in leaf.addressable_shards:
                 if shard.device == device:
-                    found[leaf.sharding.memory_kind == "pinned_host"] += shard.data.nbytes
-    return found[0], found[1]
+                    on_device_and_host[leaf.sharding.memory_kind == "pinned_host"] += shard.data.nbytes
+    return on_device_and_host[0], on_device_and_host[1]
 
 
 @pytest.mark.each_value
@@ -251,8 +251,8 @@ def test_the_peak_of_frozen_layers_is_an_upper_bound(ranks: RankGroup) -> None:
     text = policy("optim_grads_params", "float32", False)
     model = resolve_models("decoder:default", ["torch"])["torch"]
     whole, part = (
-        make_plan(one, parse_policy(text, "test"), 2, "torch", Workload(8, 64)).peak.total
-        for one in (model, with_frozen(model, ["layers.*"]))
+        make_plan(variant, parse_policy(text, "test"), 2, "torch", Workload(8, 64)).peak.total
+        for variant in (model, with_frozen(model, ["layers.*"]))
     )
     peaks = ranks.run(2, peak_bytes, text, "adamw", "float32", ["layers."], 8, 64)
     assert max(peaks) < part < whole
@@ -297,15 +297,15 @@ def test_state_of_scanned_layers_at_rest_in_jax(name: str) -> None:
         Workload(),
         optimizer=chosen,
     )
-    found = device_bytes.held(jax.tree.leaves(state.opt_state)) - device_bytes.held(counters)
-    assert planned.at_rest.moments.allocated == found
+    held = device_bytes.held(jax.tree.leaves(state.opt_state)) - device_bytes.held(counters)
+    assert planned.at_rest.moments.allocated == held
 
 
 def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
-    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    models = {runtime: shipped_model("llama3-8b") for runtime in ("torch", "jax")}
     plain, moved = (
-        compare(models, [load_policy("fsdp")], [2], Workload(1, 16), optimizer=one)
-        for one in (Optimizer(), Optimizer(offload=Fraction(1)))
+        compare(models, [load_policy("fsdp")], [2], Workload(1, 16), optimizer=optimizer)
+        for optimizer in (Optimizer(), Optimizer(offload=Fraction(1)))
     )
     for here, there in zip(plain.plans, moved.plans, strict=True):
         assert here.at_rest.host == there.at_rest.moments.allocated == 0
@@ -319,20 +319,20 @@ def test_a_state_in_cpu_memory_is_no_part_of_the_device_s() -> None:
     headings, rows = overview(moved)
     assert {row[headings.index("in CPU memory")] for row in rows} == {"32.1 GB"}
     assert "in CPU memory" not in overview(plain)[0]
-    found = document(moved)
-    assert found["plans"][0]["host"] == torch_plan.at_rest.host
-    assert found["optimizer"] == {"name": "adamw", "moments": [None, None], "offload": 1.0}
+    described = document(moved)
+    assert described["plans"][0]["host"] == torch_plan.at_rest.host
+    assert described["optimizer"] == {"name": "adamw", "moments": [None, None], "offload": 1.0}
 
 
 def test_jax_brings_stacks_and_what_sees_parameters_at_once() -> None:
     model = shipped_model("llama3-8b")
     scanned = replace(model, stacks=("layers",))
-    for one, name, whole in ((model, "adamw", False), (scanned, "adamw", True), (model, "muon", True)):
+    for variant, name, whole in ((model, "adamw", False), (scanned, "adamw", True), (model, "muon", True)):
         chosen = Optimizer(name, offload=Fraction(1))
-        plan = make_plan(one, load_policy("fsdp"), 8, "jax", Workload(1, 16), optimizer=chosen)
-        found = staged(chosen, plan.placed(), "jax", 0)
-        assert (found > 0.8 * plan.at_rest.host) == whole
-        assert found <= plan.at_rest.host
+        plan = make_plan(variant, load_policy("fsdp"), 8, "jax", Workload(1, 16), optimizer=chosen)
+        staged_bytes = staged(chosen, plan.placed(), "jax", 0)
+        assert (staged_bytes > 0.8 * plan.at_rest.host) == whole
+        assert staged_bytes <= plan.at_rest.host
 
 
 def test_a_share_of_a_stack_is_all_or_nothing_of_it_in_jax() -> None:
@@ -385,7 +385,7 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
     assert sum(unit.count for unit in plan.units) == 33
     assert plan.at_rest.host + plan.at_rest.moments.allocated == whole.at_rest.moments.allocated
     # To within one tensor, of 8 bytes an element on 8 devices.
-    largest = max(one.numel for one in plan.model.parameters)
+    largest = max(parameter.numel for parameter in plan.model.parameters)
     assert abs(plan.at_rest.host - whole.at_rest.moments.allocated / 2) <= 1.01 * largest
 
 
@@ -411,13 +411,13 @@ def test_a_share_of_the_state_splits_equal_units() -> None:
 def test_what_a_runtime_cannot_run_is_left_out_with_the_reason(
     optimizer: Optimizer, runtime: str, reason: str
 ) -> None:
-    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
+    models = {runtime: shipped_model("llama3-8b") for runtime in ("torch", "jax")}
     with pytest.raises(PlanError, match=re.escape(reason)):
         compare({runtime: models[runtime]}, [load_policy("fsdp")], [8], Workload(), optimizer=optimizer)
     if optimizer.why_not("torch" if runtime == "jax" else "jax") is None:
-        found = compare(models, [load_policy("fsdp")], [8], Workload(), optimizer=optimizer)
-        assert {plan.runtime for plan in found.plans} == {"torch", "jax"} - {runtime}
-        assert any(line.startswith(reason) for line in notes(found))
+        comparison = compare(models, [load_policy("fsdp")], [8], Workload(), optimizer=optimizer)
+        assert {plan.runtime for plan in comparison.plans} == {"torch", "jax"} - {runtime}
+        assert any(line.startswith(reason) for line in notes(comparison))
 
 
 def test_refusals_are_true() -> None:
@@ -428,10 +428,12 @@ def test_refusals_are_true() -> None:
 
 
 def test_an_optimizer_that_looks_at_shapes_gives_a_lower_bound_in_jax() -> None:
-    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
-    found = compare(models, [load_policy("fsdp")], [8], Workload(), 10**12, optimizer=Optimizer("adafactor"))
-    assert {plan.runtime: found.fits(plan) for plan in found.plans} == {"torch": True, "jax": None}
-    assert any(line.startswith("jax: adafactor looks at shapes") for line in notes(found))
+    models = {runtime: shipped_model("llama3-8b") for runtime in ("torch", "jax")}
+    comparison = compare(
+        models, [load_policy("fsdp")], [8], Workload(), 10**12, optimizer=Optimizer("adafactor")
+    )
+    assert {plan.runtime: comparison.fits(plan) for plan in comparison.plans} == {"torch": True, "jax": None}
+    assert any(line.startswith("jax: adafactor looks at shapes") for line in notes(comparison))
     with pytest.raises(PlanError, match="plan it without --stacked"):
         make_plan(
             replace(models["jax"], stacks=("layers",)),
@@ -497,9 +499,15 @@ def test_frozen_patterns_are_those_of_the_runtime() -> None:
         plan = jax_impl.plan_sharding(
             nnx_model, jax_impl.data_parallel_mesh({"dp": 1}), frozen=[pattern.replace(".", "/")]
         )
-        frozen = {path.replace("/", ".") for path, one in plan.parameters.items() if not one.trainable}
-        ours = {one.path for one in with_frozen(model, [pattern]).parameters if not one.trainable}
-        assert ours == {path for path in frozen if path in {one.path for one in model.parameters}}
+        frozen = {
+            path.replace("/", ".") for path, parameter in plan.parameters.items() if not parameter.trainable
+        }
+        ours = {
+            parameter.path
+            for parameter in with_frozen(model, [pattern]).parameters
+            if not parameter.trainable
+        }
+        assert ours == {path for path in frozen if path in {parameter.path for parameter in model.parameters}}
         assert ours
     with pytest.raises(
         PlanError, match=r"--frozen: expected patterns of parameter paths, but 'head.*' matches none"
@@ -529,15 +537,15 @@ def test_float8_groups_of_a_unit_are_offloaded_each_by_itself() -> None:
 def test_remainders_are_adamw_s_in_pytorch_and_nothing_in_jax() -> None:
     text = "[precision]\ncompute = 'bfloat16'\nstore_param_remainders = true\n"
     text += "[[unit]]\nmatch = ''\nstrategy = 'optim'\n"
-    models = {one: shipped_model("llama3-8b") for one in ("torch", "jax")}
-    policy, plain = (parse_policy(one, "mine") for one in (text, text.replace("= true", "= false")))
-    found, expected = (compare(models, [one], [8], Workload(1, 16)) for one in (policy, plain))
-    (here, jax_plan), (there, jax_plain) = found.plans, expected.plans
+    models = {runtime: shipped_model("llama3-8b") for runtime in ("torch", "jax")}
+    policy, plain = (parse_policy(toml, "mine") for toml in (text, text.replace("= true", "= false")))
+    comparison, expected = (compare(models, [chosen], [8], Workload(1, 16)) for chosen in (policy, plain))
+    (here, jax_plan), (there, jax_plain) = comparison.plans, expected.plans
     saved = there.at_rest.main_weights.allocated - here.at_rest.main_weights.allocated
     assert saved * 2 == there.at_rest.main_weights.allocated
     assert there.at_rest.total - here.at_rest.total == saved
     assert (jax_plan.at_rest, jax_plan.peak) == (jax_plain.at_rest, jax_plain.peak)
-    assert any(line.startswith("jax: store_param_remainders changes nothing") for line in notes(found))
+    assert any(line.startswith("jax: store_param_remainders changes nothing") for line in notes(comparison))
     with pytest.raises(PlanError, match="store_param_remainders: expected --optimizer adamw"):
         compare(models, [policy], [8], Workload(), optimizer=Optimizer("muon"))
     compare({"jax": models["jax"]}, [policy], [8], Workload(), optimizer=Optimizer("muon"))

@@ -43,7 +43,7 @@ def rows(folder: Path) -> tuple[TargetRow, ...]:
     text = program(*FACTORS, SHARD, GATHER_START, PRODUCT, GATHER_DONE)
     (folder / "program.hlo").write_text(text)
     programs = {"programs": {"gradients": str(folder / "program.hlo")}}
-    found = (
+    compiled_rows = (
         row_of(
             "a/policy/with a long name/of its own, in a folder that has one too.toml",
             "h100:8",
@@ -54,7 +54,7 @@ def rows(folder: Path) -> tuple[TargetRow, ...]:
         row_of(NASTY, "h100:64", 300, **programs),
         row_of("b", "v5e:4x4", 1900, reduced=5, **programs),
     )
-    return (*found, TargetRow(found[0].task, 1000, failed="out of luck"))
+    return (*compiled_rows, TargetRow(compiled_rows[0].task, 1000, failed="out of luck"))
 
 
 def plan(folder: Path) -> TargetPlan:
@@ -63,7 +63,7 @@ def plan(folder: Path) -> TargetPlan:
 
 def comparison() -> Comparison:
     models = resolve_models("llama3-8b", ("torch", "jax"), ())
-    policies = [dataclasses.replace(load_policy(one), source=one) for one in ("fsdp", "zero1")]
+    policies = [dataclasses.replace(load_policy(name), source=name) for name in ("fsdp", "zero1")]
     return compare(models, policies, (8, 64), [Workload(length=1024)], 80 * 10**9, 0.1)
 
 
@@ -80,28 +80,28 @@ def drawn(figure: Figure) -> list[Text]:
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
     ]
     texts = [
-        one
-        for one in figure.findobj(Text)
-        if one.get_text().strip() and one.get_visible() and one not in beyond
+        label
+        for label in figure.findobj(Text)
+        if label.get_text().strip() and label.get_visible() and label not in beyond
     ]
-    boxes = [one.get_window_extent(canvas.get_renderer()) for one in texts]
+    boxes = [label.get_window_extent(canvas.get_renderer()) for label in texts]
     width, height = canvas.get_width_height()
     for text, box in zip(texts, boxes, strict=True):
         assert min(box.x0, box.y0) >= -1, text
         assert max(box.x1 - width, box.y1 - height) <= 1, text
-    for (one, a), (two, b) in combinations(zip(texts, boxes, strict=True), 2):
-        assert not a.overlaps(b), f"{one.get_text()!r} lies on {two.get_text()!r}"
+    for (first, a), (second, b) in combinations(zip(texts, boxes, strict=True), 2):
+        assert not a.overlaps(b), f"{first.get_text()!r} lies on {second.get_text()!r}"
     return texts
 
 
 def test_labels_of_all_pictures_fit(tmp_path: Path) -> None:
-    said = [one.get_text() for one in drawn(memory_figure(plan(tmp_path)))]
+    said = [label.get_text() for label in drawn(memory_figure(plan(tmp_path)))]
     assert "850 B of 1 kB: fits" in said
     assert "1.9 kB of 1 kB: does not fit" in said
     assert "no answer of 1 kB: not compiled" in said
     first = rows(tmp_path)[0]
     texts = drawn(timeline_figure(ROOFLINE.estimate(first), ROOFLINE.timeline(first)))
-    assert any("waited for" in one.get_text() for one in texts)
+    assert any("waited for" in label.get_text() for label in texts)
     drawn(chart(comparison()))
 
 
@@ -119,14 +119,15 @@ def test_the_kinds_of_a_peak_add_up(tmp_path: Path) -> None:
 
 def test_many_spans_become_columns_with_the_same_shares() -> None:
     many = [
-        Span(DEVICE, kind, turn + start, length)
+        Span(DEVICE, activity, turn + start, length)
         for turn in range(10_000)
-        for kind, start, length in (("products", 0.0, 0.6), ("memory", 0.6, 0.3))
+        for activity, start, length in (("products", 0.0, 0.6), ("memory", 0.6, 0.3))
     ]
     for stop in (10_000, 1000, 100):
         seen = visible(many, 0, stop)
         shares = {
-            kind: sum(one.seconds for one in seen if one.kind == kind) for kind in ("products", "memory")
+            activity: sum(span.seconds for span in seen if span.kind == activity)
+            for activity in ("products", "memory")
         }
         assert shares == pytest.approx({"products": 0.6 * stop, "memory": 0.3 * stop}, rel=0.05)
     assert visible(many[:10], 0, 100) == many[:10]
@@ -165,31 +166,31 @@ class Reader(HTMLParser):
 
 
 def read(page: str) -> Reader:
-    found = Reader()
-    found.feed(page)
-    assert "script" not in found.tags
+    reader = Reader()
+    reader.feed(page)
+    assert "script" not in reader.tags
     # Everything is in the file: pictures refer to their own parts only.
-    assert all(one.startswith("#") for one in found.references)
-    return found
+    assert all(reference.startswith("#") for reference in reader.references)
+    return reader
 
 
 def test_a_page_of_targets_says_what_the_command_says(tmp_path: Path) -> None:
     page = targets_page("my model & co", "4 parameters", plan(tmp_path), ROOFLINE)
-    found = read(page)
-    assert found.tags.count("svg") == 1 + 3
+    reader = read(page)
+    assert reader.tags.count("svg") == 1 + 3
     assert "my model &amp; co" in page
     assert NASTY not in page
     assert "v5e:4x4: nothing fits." in page
     assert f"h100:8: {LONG} (shard_map) is the cheapest that fits, 850 B" in page
     assert "waiting for transfers, " in page
-    assert {"1.9 kB", "850 B", "failed"} <= set(found.cells)
+    assert {"1.9 kB", "850 B", "failed"} <= set(reader.cells)
 
 
 def test_a_page_of_plans_says_what_the_command_says() -> None:
     asked = comparison()
     page = comparison_page(asked)
-    found = read(page)
-    assert found.tags.count("svg") == 1
+    reader = read(page)
+    assert reader.tags.count("svg") == 1
     assert "8 devices: fsdp is the cheapest that fits." in page
     assert page.count("<tr>") >= len(asked.plans)
 
@@ -203,7 +204,7 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     assert call("--html", file).exit_code == 0
     assert "layers.0 ... layers.31 (32)" in file.read_text()
-    assert [one.name for one in tmp_path.iterdir()] == ["plan.html"]
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
     for wrong, said in (
         (tmp_path / "plan.txt", "ends with .html"),
         (tmp_path / "no" / "x.html", "folder that exists"),
@@ -231,10 +232,10 @@ def test_pages_in_a_browser(width: int, tmp_path: Path) -> None:
             env={**os.environ, "HOME": str(tmp_path)},
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found = json.loads(done.stdout.splitlines()[-1])
-        assert found["width"] <= width, "the page scrolls sideways"
-        assert found["alerts"] == found["messages"] == []
-        assert found["requests"] == [file.as_uri()]
+        shown = json.loads(done.stdout.splitlines()[-1])
+        assert shown["width"] <= width, "the page scrolls sideways"
+        assert shown["alerts"] == shown["messages"] == []
+        assert shown["requests"] == [file.as_uri()]
 
 
 test_pages_in_a_browser = in_browser[1](test_pages_in_a_browser)

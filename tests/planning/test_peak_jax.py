@@ -19,11 +19,11 @@ class Fixed:
     """A segment of given bytes."""
 
     path: str
-    found: SegmentBytes
+    counted: SegmentBytes
     parts: tuple[Segment, ...] = field(default=())
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
-        return self.found
+        return self.counted
 
 
 BLOCK = SegmentBytes(
@@ -63,34 +63,34 @@ def moments(
     model = replace(model_of(layers), stacks=("layers",) if stacked else ())
     plan = make_plan(model, policy, 4, "jax", Workload(microbatches=microbatches))
     units = [
-        StepUnit(path, one.groups, one.kind.recompute, "layers" if stacked and path else None)
-        for one in sorted(plan.units, key=lambda one: one.paths == ("",))
-        for path in one.paths
+        StepUnit(path, unit.groups, unit.kind.recompute, "layers" if stacked and path else None)
+        for unit in sorted(plan.units, key=lambda unit: unit.paths == ("",))
+        for path in unit.paths
     ]
     whole = layers * LAYER + ROOT if strategy != "optim_grads_params" else 0
     return dict(peak_jax.moments(list(steps_of(model, units, 1, 1)), units, microbatches, prefetch, whole))
 
 
 def test_outputs_are_there_from_the_start() -> None:
-    found = moments("optim_grads_params")
-    assert {found[name]["gradients"] for name in found} == {(3 * LAYER + ROOT) // 4}
+    by_moment = moments("optim_grads_params")
+    assert {by_moment[name]["gradients"] for name in by_moment} == {(3 * LAYER + ROOT) // 4}
 
 
 def test_a_segments_own_gradients_take_the_place_of_what_it_has_saved() -> None:
-    found = moments("optim_grads_params")
+    by_moment = moments("optim_grads_params")
     head = ROOT // 2
-    assert found["backward of layers.2"]["gradient_buffers"] == head
+    assert by_moment["backward of layers.2"]["gradient_buffers"] == head
     # By parameter and in one array, beside the gradient of the output projection.
-    assert found["reduction of layers.2"]["gradient_buffers"] == head + 2 * LAYER
-    assert found["reduction of layers.2"]["gathered_weights"] == 0
-    assert found["reduction of layers.2"]["segment"] == BLOCK.input
+    assert by_moment["reduction of layers.2"]["gradient_buffers"] == head + 2 * LAYER
+    assert by_moment["reduction of layers.2"]["gathered_weights"] == 0
+    assert by_moment["reduction of layers.2"]["segment"] == BLOCK.input
 
 
 def test_backward_gathers_what_it_has_yet_to_read() -> None:
-    found = moments("optim_grads_params")
-    assert found["forward of layers.1"]["gathered_weights"] == LAYER + ROOT
-    assert found["backward of layers.1"]["gathered_weights"] == LAYER
-    assert found["backward of embed"]["gathered_weights"] == 0
+    by_moment = moments("optim_grads_params")
+    assert by_moment["forward of layers.1"]["gathered_weights"] == LAYER + ROOT
+    assert by_moment["backward of layers.1"]["gathered_weights"] == LAYER
+    assert by_moment["backward of embed"]["gathered_weights"] == 0
     ahead = moments("optim_grads_params", prefetch=1)
     assert ahead["backward of layers.1"]["gathered_weights"] == 2 * LAYER
     assert ahead["reduction of layers.1"]["gathered_weights"] == LAYER
@@ -98,19 +98,19 @@ def test_backward_gathers_what_it_has_yet_to_read() -> None:
 
 
 def test_whole_weights_end_with_the_last_backward_that_reads_them() -> None:
-    found = moments("optim")
+    by_moment = moments("optim")
     whole = 3 * LAYER + ROOT
-    assert found["backward of the root"]["compute_weights"] == whole
+    assert by_moment["backward of the root"]["compute_weights"] == whole
     # The embedding's backward reads no weights.
-    assert found["backward of layers.2"]["compute_weights"] == whole - ROOT
-    assert found["reduction of layers.2"]["compute_weights"] == whole - ROOT - LAYER
+    assert by_moment["backward of layers.2"]["compute_weights"] == whole - ROOT
+    assert by_moment["reduction of layers.2"]["compute_weights"] == whole - ROOT - LAYER
     # A loop over microbatches holds them for the next one.
     assert moments("optim", microbatches=2)["backward of layers.0"]["compute_weights"] == whole
 
 
 def test_sums_of_microbatches_lie_beside_the_outputs_where_they_are_reduced_late() -> None:
     whole = 3 * LAYER + ROOT
-    late, early = (moments(one, microbatches=2) for one in ("optim", "optim_grads"))
+    late, early = (moments(strategy, microbatches=2) for strategy in ("optim", "optim_grads"))
     assert late["forward of embed"]["gradients"] == whole // 4 + whole
     assert late["sum"]["gradients"] == whole // 4 + 2 * whole + ROOT
     # Sums that have the outputs' shape are the outputs.
@@ -121,15 +121,15 @@ def test_sums_of_microbatches_lie_beside_the_outputs_where_they_are_reduced_late
 
 def test_operands_of_the_output_projections_gradient_wait() -> None:
     for strategy, times in (("optim_grads_params", 1), ("optim", 2)):
-        found = moments(strategy)
-        assert found["backward of layers.2"]["activations"] == 3 * BLOCK.saved - BLOCK.saved + times * 30
+        by_moment = moments(strategy)
+        assert by_moment["backward of layers.2"]["activations"] == 3 * BLOCK.saved - BLOCK.saved + times * 30
         assert moments(strategy, stacked=True)["backward of layers.2"]["activations"] == 3 * BLOCK.saved
     assert moments("optim")["backward of the root"]["segment"] == HEAD.backward + HEAD.largest
     assert moments("optim_grads_params")["backward of the root"]["segment"] == HEAD.backward
 
 
 def test_loops_hold_constants_slices_and_what_is_stacked() -> None:
-    sharded, whole = (moments(one, stacked=True) for one in ("optim_grads_params", "optim"))
+    sharded, whole = (moments(strategy, stacked=True) for strategy in ("optim_grads_params", "optim"))
     assert sharded["forward of layers.0"]["segment"] == BLOCK.forward + BLOCK.fixed
     assert sharded["backward of layers.0"]["activations"] == 3 * BLOCK.saved
     assert sharded["backward of layers.0"]["segment"] == BLOCK.backward
@@ -149,7 +149,7 @@ def test_an_output_that_is_written_late_lends_its_memory_to_a_layers_array() -> 
 
 
 def test_a_recomputed_layer_holds_three_arrays_of_a_chain_and_its_input() -> None:
-    found = moments("optim_grads_params", recompute=True)
-    assert found["forward of layers.1"]["segment"] == BLOCK.once
-    assert found["backward of layers.1"]["segment"] == BLOCK.again
-    assert found["backward of layers.1"]["activations"] == BLOCK.input + HEAD.largest
+    by_moment = moments("optim_grads_params", recompute=True)
+    assert by_moment["forward of layers.1"]["segment"] == BLOCK.once
+    assert by_moment["backward of layers.1"]["segment"] == BLOCK.again
+    assert by_moment["backward of layers.1"]["activations"] == BLOCK.input + HEAD.largest

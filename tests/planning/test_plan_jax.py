@@ -63,10 +63,10 @@ def loss(model: Any, rows: jax.Array) -> jax.Array:
 
 
 def frozen_paths(parts: list[list[Spec]], own: list[Spec]) -> list[str]:
-    found = [f"own/p{k}" for k, spec in enumerate(own) if spec.frozen]
+    paths = [f"own/p{k}" for k, spec in enumerate(own) if spec.frozen]
     for number, specs in enumerate(parts):
-        found += [f"parts/{number}/p{k}" for k, spec in enumerate(specs) if spec.frozen]
-    return found
+        paths += [f"parts/{number}/p{k}" for k, spec in enumerate(specs) if spec.frozen]
+    return paths
 
 
 def assert_measured(
@@ -80,7 +80,7 @@ def assert_measured(
     )
     state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3))
     report = jax_impl.memory_report(plan, state)
-    for device, found in enumerate(report.devices):
+    for device, memory in enumerate(report.devices):
         planned = make_plan(
             model_of(parts, own),
             parse_policy(policy, "test"),
@@ -90,31 +90,31 @@ def assert_measured(
             device=device,
         )
         rest = planned.at_rest
-        assert found.main_weights == rest.main_weights.real
-        assert found.moments == rest.moments.real
-        assert found.padding == rest.padding
-        assert found.total - found.other == rest.total
+        assert memory.main_weights == rest.main_weights.real
+        assert memory.moments == rest.moments.real
+        assert memory.padding == rest.padding
+        assert memory.total - memory.other == rest.total
     rows = jax.ShapeDtypeStruct((world * microbatches, 3), jnp.float32)
     gradients = jax_impl.make_gradients(plan, loss, microbatches)
     measured = Counter(dict(counted(jax.make_jaxpr(gradients)(weights, rows).jaxpr)))
     assert measured == expected(planned)
     by_size = Counter[tuple[str, str, int]]()
-    for one, times in jax_impl.count_collectives(gradients, weights, rows).items():
-        by_size[PRIMITIVES[one.kind], one.dtype, one.size * jnp.dtype(one.dtype).itemsize] += times
+    for call, times in jax_impl.count_collectives(gradients, weights, rows).items():
+        by_size[PRIMITIVES[call.kind], call.dtype, call.size * jnp.dtype(call.dtype).itemsize] += times
     assert sum(by_size.values()) == sum(measured.values())
 
 
 def expected(plan: CostPlan) -> Counter[tuple[str, str, str, int]]:
-    found: Counter[tuple[str, str, str, int]] = Counter()
-    for one, times in plan.traffic.calls.items():
-        found[one.kind, one.axis, one.dtype, one.nbytes] += times
-    found["all_reduce", ",".join(plan.mesh.names[::-1]), "float32", 4] += plan.traffic.loss
-    return found
+    traffic: Counter[tuple[str, str, str, int]] = Counter()
+    for call, times in plan.traffic.calls.items():
+        traffic[call.kind, call.axis, call.dtype, call.nbytes] += times
+    traffic["all_reduce", ",".join(plan.mesh.names[::-1]), "float32", 4] += plan.traffic.loss
+    return traffic
 
 
 def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, int], int]]:
     """Collectives of a jaxpr with the axes they run over; scans multiplied out."""
-    found: Counter[tuple[str, str, str, int]] = Counter()
+    traffic: Counter[tuple[str, str, str, int]] = Counter()
     for equation in jaxpr.eqns:
         name = equation.primitive.name.removesuffix("_invariant")
         if name in PRIMITIVES:
@@ -122,13 +122,13 @@ def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, i
             names = names if isinstance(names, tuple) else (names,)
             for a, b in zip(equation.invars, equation.outvars, strict=True):
                 nbytes = max(v.aval.size * v.aval.dtype.itemsize for v in (a, b))
-                found[PRIMITIVES[name], ",".join(names), a.aval.dtype.name, nbytes] += times
+                traffic[PRIMITIVES[name], ",".join(names), a.aval.dtype.name, nbytes] += times
         inner = times * (equation.params["length"] if name == "scan" else 1)
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             value = getattr(value, "jaxpr", value)
             if hasattr(value, "eqns"):
-                found.update(dict(counted(value, inner)))
-    yield from found.items()
+                traffic.update(dict(counted(value, inner)))
+    yield from traffic.items()
 
 
 @pytest.mark.slow
@@ -207,14 +207,14 @@ def test_magnitudes_of_scanned_layers_are_compared_together(gather: str) -> None
         dict(counted(jax.make_jaxpr(jax_impl.make_gradients(plan, loss))(weights, rows).jaxpr))
     )
     parameters = [
-        Parameter(f"layers.{n}.p{k}", one.shape) for n in range(3) for k, one in enumerate(WIDE[:3])
+        Parameter(f"layers.{n}.p{k}", spec.shape) for n in range(3) for k, spec in enumerate(WIDE[:3])
     ]
     modules = ("", "own", *(f"layers.{n}" for n in range(3)))
     model = Model("test", modules, (*parameters, Parameter("own.p0", (9, 4))), stacks=("layers",))
     planned = make_plan(model, parse_policy(policy, "test"), 4, "jax", Workload(1, 3, 1))
     assert measured == expected(planned)
-    compared = [one for one in planned.traffic.calls if one.kind == "all_reduce"]
-    assert [one.nbytes for one in compared] == ([] if gather == "mxfp8" else [4 * 3 * 2, 4])
+    compared = [call for call in planned.traffic.calls if call.kind == "all_reduce"]
+    assert [call.nbytes for call in compared] == ([] if gather == "mxfp8" else [4 * 3 * 2, 4])
 
 
 @pytest.mark.parametrize("recomputing", [(), ("own",), ("parts.*",), ("", "parts.*")])
@@ -230,7 +230,7 @@ def test_units_inside_recomputing_units_are_gathered_once_more_but_for_the_last(
     assert_measured((3,), policy, [PART, other], [Spec((9, 4))], 2)
     model, parsed = model_of([PART, other], [Spec((9, 4))]), parse_policy(policy, "test")
     for unit in make_plan(model, parsed, 3, "jax", Workload(1, 3, 2)).units:
-        times = sum(number for one, number in unit.calls.items() if one.kind == "all_gather")
+        times = sum(number for call, number in unit.calls.items() if call.kind == "all_gather")
         more = "" in recomputing and unit.paths[0] in ("own", "parts.0")
         assert times == 2 * (2 + more) * len(unit.groups)
 
@@ -278,7 +278,7 @@ def test_units_at_several_levels(
         policy=jax_impl.ShardingPolicy.parse(policy, "test"),
         **({"stacked": ["layers"]} if stacked else {}),
     )
-    weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
+    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((8, nested.WIDTH), jnp.float32)
     program = jax.make_jaxpr(jax_impl.make_gradients(plan, nested.loss))(weights, rows).jaxpr
     numbers = range(nested.PARTS)[::-1]

@@ -56,18 +56,18 @@ def decoder(runtime: str, folder: Path) -> Model:
     return resolve_models(f"decoder:{folder / 'sizes.toml'}", [runtime])[runtime]
 
 
-def assert_same(planned: Any, found: dict[str, Any]) -> None:
-    memory, rest = found["memory"], planned.at_rest
+def assert_same(planned: Any, record: dict[str, Any]) -> None:
+    memory, rest = record["memory"], planned.at_rest
     assert memory.main_weights == rest.main_weights.allocated
     assert memory.moments == rest.moments.allocated
     assert memory.gradients == rest.gradients.allocated
     assert memory.compute_weights == rest.compute_weights.allocated
     assert memory.total == rest.total
-    assert_collectives(planned, found)
+    assert_collectives(planned, record)
     layouts = [
         group.layout.fingerprint for unit in planned.units for _ in unit.paths for group in unit.groups
     ]
-    assert sorted(found["fingerprints"]) == sorted(layouts)
+    assert sorted(record["fingerprints"]) == sorted(layouts)
 
 
 @pytest.mark.fast_cases("mesh3-hfsdp")
@@ -86,17 +86,19 @@ def test_the_decoder_in_pytorch(
     policy = load_policy("fsdp_tp")
     units = tuple(replace(unit, strategy=strategy) for unit in policy.units)
     policy = replace(policy, mesh=mesh, units=units)
-    for rank, found in enumerate(ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)):
+    for rank, record in enumerate(ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)):
         planned = make_plan(decoder("torch", tmp_path), policy, 4, "torch", Workload(2, 5, 2), device=rank)
-        assert_same(planned, {**found, "groups": None})
+        assert_same(planned, {**record, "groups": None})
         # Ranks along the data-parallel axes are two apart.
         for axis, groups in (("tp", ((0, 1), (2, 3))), (planned.mesh.names[-1], ((0, 2), (1, 3)))):
-            for kind in KINDS:
+            for collective in KINDS:
                 measured = sum(
-                    calls for key, calls in found["groups"].items() if key[0] == kind and key[1] in groups
+                    calls
+                    for key, calls in record["groups"].items()
+                    if key[0] == collective and key[1] in groups
                 )
                 among = (axis,) if axis == "tp" else planned.mesh.names
-                assert measured == sum(planned.traffic.count(kind, one) for one in among)
+                assert measured == sum(planned.traffic.count(collective, name) for name in among)
 
 
 ENDS = {"colwise": "rowwise", "rowwise": "colwise"}
@@ -113,11 +115,12 @@ def test_what_the_decoder_exchanges_over_a_model_axis(
     if ends is not None:
         head, embed = ParallelPolicy(("lm_head",), "tp", ends), ParallelPolicy(("embed",), "tp", ENDS[ends])
         policy = replace(policy, parallel=(*policy.parallel, head, embed))
-    found = ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)[0]
+    record = ranks.run(4, train_decoder, policy.to_toml(), SIZES, 2)[0]
     planned = make_plan(decoder("torch", tmp_path), policy, 4, "torch", Workload(2, 5, 2))
-    for kind in KINDS:
-        assert found["calls"].get(("activations", kind), 0) == planned.traffic.count(kind, "tp"), kind
-        assert found["bytes"].get(("activations", kind), 0) == planned.traffic.nbytes(kind, "tp"), kind
+    calls, nbytes, traffic = record["calls"], record["bytes"], planned.traffic
+    for collective in KINDS:
+        assert calls.get(("activations", collective), 0) == traffic.count(collective, "tp"), collective
+        assert nbytes.get(("activations", collective), 0) == traffic.nbytes(collective, "tp"), collective
     assert planned.traffic.count("all_reduce", "tp") >= 2 * 4 * SIZES["n_layers"]
 
 
@@ -127,11 +130,11 @@ def test_parameters_of_any_shapes_in_pytorch(ranks: RankGroup) -> None:
     text = text.replace("[precision]", "tp = 2\n[precision]")
     for path, dimension in (("parts.0.p0", 0), ("parts.0.p2", 1), ("parts.1.p1", 1)):
         text += f'\n[[parallel]]\nmatch = "{path}"\naxis = "tp"\ndimension = {dimension}'
-    for rank, found in enumerate(ranks.run(4, train, text, parts, own, 2)):
+    for rank, record in enumerate(ranks.run(4, train, text, parts, own, 2)):
         planned = make_plan(
             model_of(parts, own), parse_policy(text, "test"), 4, "torch", Workload(1, 3, 2), device=rank
         )
-        assert_same(planned, {**found, "groups": None})
+        assert_same(planned, {**record, "groups": None})
 
 
 def test_all_places_together_hold_every_part_once_and_the_rest_on_each(tmp_path: Path) -> None:
@@ -141,9 +144,15 @@ def test_all_places_together_hold_every_part_once_and_the_rest_on_each(tmp_path:
         sum(unit.count * at_rest(unit.groups, "torch", device).main_weights.real for unit in plan.units)
         for device in range(6)
     ]
-    layers = [one for one in model.parameters if one.path.endswith(("wq.weight", "wk.weight", "wv.weight"))]
-    layers += [one for one in model.parameters if one.path.endswith(("wo.weight", "w13.weight", "w2.weight"))]
-    cut = sum(one.numel for one in layers)
+    layers = [
+        weight for weight in model.parameters if weight.path.endswith(("wq.weight", "wk.weight", "wv.weight"))
+    ]
+    layers += [
+        weight
+        for weight in model.parameters
+        if weight.path.endswith(("wo.weight", "w13.weight", "w2.weight"))
+    ]
+    cut = sum(weight.numel for weight in layers)
     assert sum(held) == 4 * (cut + 2 * (model.numel - cut))
     assert held[0::2] == held[1::2]
 
@@ -207,10 +216,10 @@ def test_a_published_shape_on_data_and_tensor_parallel_axes() -> None:
     assert "torch: what" not in lines
     assert "is the cheapest that fits, by what is counted" in lines
     assert "peak: with whole activations, of which model axes cut some, and so an upper bound" in lines
-    found = json.loads(json.dumps(document(comparison), default=list))["plans"]
-    assert [one["mesh"] for one in found] == [{"dp": 8, "tp": 8}] * 2 + [{"dp": 64}] * 2
-    assert [one["peak"]["upper_bound"] for one in found] == [True, True, False, False]
-    assert [one["model_axes_counted"] for one in found] == [True, False, True, True]
+    listed = json.loads(json.dumps(document(comparison), default=list))["plans"]
+    assert [plan["mesh"] for plan in listed] == [{"dp": 8, "tp": 8}] * 2 + [{"dp": 64}] * 2
+    assert [plan["peak"]["upper_bound"] for plan in listed] == [True, True, False, False]
+    assert [plan["model_axes_counted"] for plan in listed] == [True, False, True, True]
 
 
 def test_an_upper_bound_answers_yes_or_unknown_and_no_only_below_the_bytes_at_rest() -> None:
@@ -224,8 +233,8 @@ def test_an_upper_bound_answers_yes_or_unknown_and_no_only_below_the_bytes_at_re
 
 def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
     policy = parse_policy('[mesh]\nouter = "all"\ndp = 2\ntp = 2\n[[unit]]\nmatch = ""', "p")
-    (found,) = with_node([policy], 8, [16])
-    assert found.mesh == {"outer": "all", "dp": 4, "tp": 2}
+    (with_nodes,) = with_node([policy], 8, [16])
+    assert with_nodes.mesh == {"outer": "all", "dp": 4, "tp": 2}
     with pytest.raises(
         PlanError, match="--node: expected a node of devices that the 2 on model axes of p divide"
     ):
@@ -255,13 +264,13 @@ def test_the_decoder_in_jax(tmp_path: Path, mesh: dict[str, int], strategy: str)
         jax_impl.ShardingPolicy.parse(policy.to_toml()),
     )
     state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3))
-    for device, found in enumerate(jax_impl.memory_report(plan, state).devices):
+    for device, memory in enumerate(jax_impl.memory_report(plan, state).devices):
         model = decoder("jax", tmp_path)
         planned = make_plan(model, policy, world, "jax", Workload(1, 3, 2), device=device)
         rest = planned.at_rest
-        assert (found.main_weights, found.moments) == (rest.main_weights.real, rest.moments.real)
-        assert found.padding == rest.padding
-        assert found.total - found.other == rest.total
+        assert (memory.main_weights, memory.moments) == (rest.main_weights.real, rest.moments.real)
+        assert memory.padding == rest.padding
+        assert memory.total - memory.other == rest.total
 
     def loss(model: Any, tokens: jax.Array) -> jax.Array:
         return jax_decoder.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
@@ -286,9 +295,9 @@ def test_shares_of_the_state_in_cpu_memory_in_jax(tmp_path: Path) -> None:
         offload = jax_impl.Offload(percent / 100)
         state = jax_impl.init_state(plan, weights, jax_impl.main_weight_adamw(1e-3), offload=offload)
         chosen = Optimizer(offload=Fraction(percent, 100))
-        for device, found in enumerate(jax_impl.memory_report(plan, state).devices):
+        for device, memory in enumerate(jax_impl.memory_report(plan, state).devices):
             rest = make_plan(model, policy, 4, "jax", Workload(), device=device, optimizer=chosen).at_rest
-            assert (found.host, found.moments) == (rest.host, rest.moments.real), percent
+            assert (memory.host, memory.moments) == (rest.host, rest.moments.real), percent
             hosts.add(rest.host)
     assert len(hosts) > 3
 
@@ -300,8 +309,11 @@ def test_convolutions_of_jax_are_cut_over_their_last_dimensions() -> None:
         policy = replace(parse_policy('[mesh]\ndp = 2\ntp = 2\n[[unit]]\nmatch = ""', "p"), parallel=(entry,))
         plan = make_plan(model, policy, 4, "jax", Workload())
         assert plan.units[0].groups[0].shape.shapes == (part,)
-    (found,) = resolve_models("tests.planning.test_plan_model_axes:convolution").values()
-    assert {one.path: one.kind for one in found.parameters} == {"bias": "", "kernel": "convolution"}
+    (described,) = resolve_models("tests.planning.test_plan_model_axes:convolution").values()
+    assert {parameter.path: parameter.kind for parameter in described.parameters} == {
+        "bias": "",
+        "kernel": "convolution",
+    }
 
 
 def convolution(rngs: nnx.Rngs) -> nnx.Module:

@@ -133,12 +133,12 @@ def one_step(text: str, microbatches: int) -> dict[str, Any]:
 )
 def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: RankGroup, name: str) -> None:
     chosen = load_policy(name)
-    for rank, found in enumerate(ranks.run(4, one_step, chosen.to_toml(), 2)):
+    for rank, record in enumerate(ranks.run(4, one_step, chosen.to_toml(), 2)):
         model = resolve_models("decoder:default")["torch"]
         plan = make_plan(model, chosen, 4, "torch", Workload(1, 8, 2), device=rank)
-        assert found["memory"].total == plan.at_rest.total
-        assert found["memory"].moments == plan.at_rest.moments.allocated
-        assert_collectives(plan, {**found, "groups": None})
+        assert record["memory"].total == plan.at_rest.total
+        assert record["memory"].moments == plan.at_rest.moments.allocated
+        assert_collectives(plan, {**record, "groups": None})
 
 
 @pytest.mark.fast_cases("no_shard-False-1")
@@ -235,7 +235,7 @@ def test_peaks_of_long_sequences_are_those_that_xla_compiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [one for one in ("decoder", *CONFIGS) if one != "gemma2"])
+@pytest.mark.parametrize("model", [name for name in ("decoder", *CONFIGS) if name != "gemma2"])
 def test_planned_peaks_are_within_a_tenth_of_what_xla_compiles(model: str) -> None:
     """All lengths, microbatches 1 and 4, with and without recomputation, stacked and not, three strategies.
 

@@ -30,12 +30,12 @@ def policy_text(mesh: tuple[int, ...], part: str, root: str, precision: dict[str
         if chosen[0].isalpha():
             lines.append(f'strategy = "{chosen}"')
             continue
-        for kind, depth in zip(
+        for key, depth in zip(
             ("parameters", "gradients", "optimizer"), map(int, chosen.split()), strict=True
         ):
-            word = "partial" if kind == "gradients" else "replicate"
+            word = "partial" if key == "gradients" else "replicate"
             words = [word] * (len(mesh) - depth) + ["shard"] * depth
-            lines.append(f"{kind} = {words}")
+            lines.append(f"{key} = {words}")
     return "\n".join(lines).replace("'", '"')
 
 
@@ -44,8 +44,8 @@ def model_of(parts: list[list[Spec]], own: list[Spec]) -> Model:
 
     def parameters(at: str, specs: list[Spec]) -> list[Parameter]:
         return [
-            Parameter(f"{at}.p{k}", one.shape, "bfloat16" if one.narrow else "float32", not one.frozen)
-            for k, one in enumerate(specs)
+            Parameter(f"{at}.p{k}", spec.shape, "bfloat16" if spec.narrow else "float32", not spec.frozen)
+            for k, spec in enumerate(specs)
         ]
 
     listed = [Parameter("factor", ()), *parameters("own", own)]
@@ -67,23 +67,23 @@ def assert_measured(
     for size in mesh:
         world *= size
     measured = ranks.run(world, train, policy, parts, own, microbatches)
-    for rank, found in enumerate(measured):
+    for rank, record in enumerate(measured):
         workload = Workload(1, 3, microbatches)
         plan = make_plan(
             model_of(parts, own), parse_policy(policy, "test"), world, "torch", workload, device=rank
         )
-        memory, planned = found["memory"], plan.at_rest
+        memory, planned = record["memory"], plan.at_rest
         assert memory.main_weights == planned.main_weights.allocated
         assert memory.padding == planned.main_weights.padding
         assert memory.moments == planned.moments.allocated
         assert memory.gradients == planned.gradients.allocated
         assert memory.compute_weights == planned.compute_weights.allocated
         assert memory.total == planned.total
-        assert_collectives(plan, found)
+        assert_collectives(plan, record)
         # The runtime lists the root first.
         *inner, root = [unit for unit in plan.units for _ in unit.paths]
         layouts = [group.layout.fingerprint for unit in (root, *inner) for group in unit.groups]
-        assert sorted(found["fingerprints"]) == sorted(layouts)
+        assert sorted(record["fingerprints"]) == sorted(layouts)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,17 @@ def test_remainders_in_place_of_float32_main_weights(
     assert_measured(ranks, mesh, text, [specs, specs], [Spec((6, 5))], 2)
 
 
-def assert_collectives(plan: CostPlan, found: dict[str, Any]) -> None:
+def assert_collectives(plan: CostPlan, record: dict[str, Any]) -> None:
     for unit in plan.units:
         for path in unit.paths:
-            for kind in KINDS:
-                calls = sum(times for one, times in unit.calls.items() if one.kind == kind)
-                nbytes = sum(times * one.nbytes for one, times in unit.calls.items() if one.kind == kind)
-                assert found["calls"].get((path, kind), 0) == calls, (path, kind)
-                assert found["bytes"].get((path, kind), 0) == nbytes, (path, kind)
-    if found["groups"] is None:
+            for collective in KINDS:
+                calls = sum(times for call, times in unit.calls.items() if call.kind == collective)
+                nbytes = sum(
+                    times * call.nbytes for call, times in unit.calls.items() if call.kind == collective
+                )
+                assert record["calls"].get((path, collective), 0) == calls, (path, collective)
+                assert record["bytes"].get((path, collective), 0) == nbytes, (path, collective)
+    if record["groups"] is None:
         return
     mesh = plan.mesh
     coordinates = divmod(plan.device, mesh.sizes[-1])
@@ -120,8 +122,10 @@ def assert_collectives(plan: CostPlan, found: dict[str, Any]) -> None:
     outer = tuple(m * mesh.sizes[-1] + coordinates[1] for m in range(mesh.devices // mesh.sizes[-1]))
     for members, axis in ((inner, mesh.names[-1]), (outer, mesh.names[0])):
         if len(members) > 1:
-            for kind in KINDS:
-                assert found["groups"].get((kind, members), 0) == plan.traffic.count(kind, axis), (kind, axis)
+            for collective in KINDS:
+                assert record["groups"].get((collective, members), 0) == plan.traffic.count(
+                    collective, axis
+                ), (collective, axis)
 
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)

@@ -26,14 +26,14 @@ def test_a_dot() -> None:
     ("precision", "speed"), [("DEFAULT", "f32"), ("HIGH", "f32_high"), ("HIGHEST", "f32_highest")]
 )
 def test_a_batch_of_products_by_cublas_without_its_scratch_memory(precision: str, speed: str) -> None:
-    found = work(*BATCH, CUBLAS.replace("%s", precision))
-    assert found.flops == {speed: 2 * 4 * 32 * 64 * 16}
-    assert found.bytes == 4 * 4 * (16 * 32 + 16 * 64 + 32 * 64)
+    step = work(*BATCH, CUBLAS.replace("%s", precision))
+    assert step.flops == {speed: 2 * 4 * 32 * 64 * 16}
+    assert step.bytes == 4 * 4 * (16 * 32 + 16 * 64 + 32 * 64)
 
 
 def test_attention_by_cudnn_is_two_products_forward_and_five_backward() -> None:
     for target, products in (("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)):
-        found = work(
+        step = work(
             "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
             "%k = bf16[2,128,4,64]{3,2,1,0} parameter(1)",
             f"%c = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k), "
@@ -41,7 +41,7 @@ def test_attention_by_cudnn_is_two_products_forward_and_five_backward() -> None:
             'backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16",'
             '"dimensions":["2","4","128","128"]}}}',
         )
-        assert found.flops == {"bf16": products * 2 * 2 * 4 * 128 * 128 * 64}
+        assert step.flops == {"bf16": products * 2 * 2 * 4 * 128 * 128 * 64}
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_a_convolution_counts_what_meets_the_image(
     shapes: tuple[tuple[int, ...], ...], window: str, labels: str, products: int
 ) -> None:
     image, kernel, result = (",".join(map(str, shape)) for shape in shapes)
-    found = work(
+    step = work(
         f"%x = bf16[{image}]{{2,1,0}} parameter(0)",
         f"%y = bf16[{kernel}]{{2,1,0}} parameter(1)",
         f"%c = f32[{result}]{{2,1,0}} convolution(%x, %y), window={{{window}}}, dim_labels={labels}",
     )
-    assert found.flops == {"bf16": 2 * products}
+    assert step.flops == {"bf16": 2 * products}
 
 
 def test_convolutions_against_a_count_of_all_places() -> None:
@@ -79,12 +79,12 @@ def test_convolutions_against_a_count_of_all_places() -> None:
         (1, 2, 3, 4), (-1, 0, 2), (1, 2, 3, 4), (1, 2), (1, 3, 4)
     ):
         result = 5
-        places = (
-            place * stride + tap * spread - pad
-            for place, tap in itertools.product(range(result), range(kernel))
+        positions = (
+            position * stride + tap * spread - pad
+            for position, tap in itertools.product(range(result), range(kernel))
         )
-        met = sum(place % dilation == 0 and 0 <= place // dilation < 3 for place in places)
-        found = read_program(
+        met = sum(position % dilation == 0 and 0 <= position // dilation < 3 for position in positions)
+        parsed = read_program(
             program(
                 "%x = bf16[1,3,1]{2,1,0} parameter(0)",
                 f"%y = bf16[{kernel},1,1]{{2,1,0}} parameter(1)",
@@ -92,4 +92,4 @@ def test_convolutions_against_a_count_of_all_places() -> None:
                 f"pad={pad}_9 lhs_dilate={dilation} rhs_dilate={spread}}}, dim_labels=b0f_0io->b0f",
             )
         )
-        assert found.flops.total() == 2 * met
+        assert parsed.flops.total() == 2 * met

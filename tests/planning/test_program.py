@@ -31,10 +31,10 @@ def test_a_fusion_has_the_products_inside_and_the_traffic_outside() -> None:
         "%n = bf16[512,256]{1,0} negate(%u)",
         "ROOT %d = bf16[512,128]{1,0} dot(%n, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
     )
-    found = work(
+    step = work(
         *FACTORS, "%f = bf16[512,128]{1,0} fusion(%a, %b), kind=kCustom, calls=%inner", computations=inner
     )
-    assert found == Work("f", {"bf16": PRODUCT_FLOPS}, PRODUCT_BYTES)
+    assert step == Work("f", {"bf16": PRODUCT_FLOPS}, PRODUCT_BYTES)
 
 
 def test_a_fusion_reads_the_layer_of_a_stack_that_it_uses_and_writes_it_in_place() -> None:
@@ -47,13 +47,13 @@ def test_a_fusion_reads_the_layer_of_a_stack_that_it_uses_and_writes_it_in_place
         "%negative = f32[1,100]{1,0} negate(%layer)",
         "ROOT %d = f32[32,100]{1,0} dynamic-update-slice(%stack, %negative, %i, %zero)",
     )
-    found = work(
+    step = work(
         "%stack = f32[32,100]{1,0} parameter(0)",
         "%i = s32[] parameter(1)",
         "%f = f32[32,100]{1,0} fusion(%stack, %i), kind=kLoop, calls=%inner",
         computations=inner,
     )
-    assert found.bytes == 2 * 400 + 4
+    assert step.bytes == 2 * 400 + 4
 
 
 def test_a_part_of_what_is_elementwise_needs_a_part_of_the_operands() -> None:
@@ -65,17 +65,17 @@ def test_a_part_of_what_is_elementwise_needs_a_part_of_the_operands() -> None:
         "%sum = f32[100,10]{1,0} add(%x, %wide)",
         "ROOT %part = f32[5,10]{1,0} slice(%sum), slice={[0:5], [0:10]}",
     )
-    found = work(
+    step = work(
         "%x = f32[100,10]{1,0} parameter(0)",
         "%y = bf16[100,10]{1,0} parameter(1)",
         "%f = f32[5,10]{1,0} fusion(%x, %y), kind=kLoop, calls=%inner",
         computations=inner,
     )
-    assert found.bytes == 50 * (4 + 2 + 4)
+    assert step.bytes == 50 * (4 + 2 + 4)
 
 
 def test_what_lies_in_vmem_and_what_moves_nothing_is_free() -> None:
-    found = work(
+    step = work(
         "%a = f32[100]{0:T(128)} parameter(0)",
         "%t = (f32[100]{0:T(128)}, f32[100]{0:T(128)}) tuple(%a, %a)",
         "%g = f32[100]{0:T(128)} get-tuple-element(%t), index=1",
@@ -83,7 +83,7 @@ def test_what_lies_in_vmem_and_what_moves_nothing_is_free() -> None:
         "%b = f32[10,10]{1,0:T(8,128)} bitcast(%k)",
         "%n = f32[10,10]{1,0:T(8,128)S(1)} negate(%b)",
     )
-    assert found == Work("n", {}, 400)
+    assert step == Work("n", {}, 400)
 
 
 def test_a_copy_to_vmem_is_under_way_beside_other_work() -> None:
@@ -111,10 +111,10 @@ def test_a_loop_has_the_trips_that_the_compiler_tells() -> None:
     told = program(
         *FACTORS, start, loop + ', backend_config={"known_trip_count":{"n":"31"}}', computations=body
     )
-    found = read_program(told)
-    assert found.steps == (Loop(31, (Work("p", {"bf16": PRODUCT_FLOPS}, PRODUCT_BYTES),)),)
-    assert found.flops == {"bf16": 31 * PRODUCT_FLOPS}
-    assert found.bytes == 31 * PRODUCT_BYTES
+    parsed = read_program(told)
+    assert parsed.steps == (Loop(31, (Work("p", {"bf16": PRODUCT_FLOPS}, PRODUCT_BYTES),)),)
+    assert parsed.flops == {"bf16": 31 * PRODUCT_FLOPS}
+    assert parsed.bytes == 31 * PRODUCT_BYTES
 
     condition = computation(
         "cond",
@@ -137,7 +137,7 @@ def test_a_transfer_and_the_work_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "kind", "size", "group"),
+    ("written", "collective", "size", "group"),
     [
         ("f32[80]{0} all-gather(%s), replica_groups={{0,2},{1,3}}", "all_gather", 320, (0, 2)),
         ("f32[80]{0} all-reduce(%s), replica_groups=[2,4]<=[8]", "psum", 320, (0, 1, 2, 3)),
@@ -154,10 +154,10 @@ def test_a_transfer_and_the_work_beside_it() -> None:
     ],
 )
 def test_collectives_that_nothing_runs_beside(
-    written: str, kind: str, size: int, group: tuple[int, ...]
+    written: str, collective: str, size: int, group: tuple[int, ...]
 ) -> None:
     steps = read_program(program("%s = f32[80]{0} parameter(0)", f"%c = {written}")).steps
-    assert steps == (Start("c", Transfer(kind, size, (group,))), Done("c"))
+    assert steps == (Start("c", Transfer(collective, size, (group,))), Done("c"))
 
 
 def test_a_permutation_has_its_pairs() -> None:
@@ -227,8 +227,8 @@ def test_of_a_conditional_the_longer_branch_counts() -> None:
     short = computation("short", "%c = f32[10]{0} parameter(0)", "ROOT %n = f32[10]{0} negate(%c)")
     long = computation("long", "%c = f32[10,10]{1,0} parameter(0)", "ROOT %n = f32[10,10]{1,0} negate(%c)")
     line = "%r = f32[10]{0} conditional(%i, %a, %a), branch_computations={%short, %long}"
-    found = read_program(program(line, computations=short + long))
-    assert found.bytes == 2 * 4 * math.prod((10, 10))
+    parsed = read_program(program(line, computations=short + long))
+    assert parsed.bytes == 2 * 4 * math.prod((10, 10))
 
 
 def test_what_is_no_scheduled_program_is_refused() -> None:

@@ -56,7 +56,7 @@ LADDERS = {
     1: ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     2: ("no_shard", "optim", "optim_grads", "hsdp", "hfsdp", "everything"),
 }
-EVERYTHING = "".join(f'{kind} = ["shard", "shard"]\n' for kind in ("parameters", "gradients", "optimizer"))
+EVERYTHING = "".join(f'{key} = ["shard", "shard"]\n' for key in ("parameters", "gradients", "optimizer"))
 
 
 def text(mesh: str, compute: str, strategy: str, recompute: bool) -> str:
@@ -74,7 +74,7 @@ def tried(
     base: tuple[str, str, str, bool], devices: int, usable: int, runtimes: tuple[str, ...]
 ) -> list[tuple[int, int, int, ShardingPolicy]]:
     """Changes, bytes sent, peak and policy of all policies of the space that fit."""
-    found = []
+    outcomes = []
     ndim = base[0].count("=")
     meshes = (
         [base[0]] if ndim == 1 else [f'out = "all"\ndp = {n}' for n in range(2, devices) if devices % n == 0]
@@ -92,8 +92,8 @@ def tried(
         plans = [planned(runtime, policy, devices, WORK) for runtime in runtimes]
         peak = max(plan.peak.total for plan in plans)
         if peak <= usable:
-            found.append((changed, max(plan.traffic.wire_bytes() for plan in plans), peak, policy))
-    return sorted(found, key=lambda one: one[:3])
+            outcomes.append((changed, max(plan.traffic.wire_bytes() for plan in plans), peak, policy))
+    return sorted(outcomes, key=lambda outcome: outcome[:3])
 
 
 def searched(
@@ -105,8 +105,8 @@ def searched(
     def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
         return make_plan(models[runtime], policy, devices, runtime, work)
 
-    (found,) = search(comparison, [policy], plan, **options)
-    return found
+    (answer,) = search(comparison, [policy], plan, **options)
+    return answer
 
 
 @st.composite
@@ -131,17 +131,19 @@ def test_the_fewest_changes_are_those_that_trying_all_finds(
 ) -> None:
     base, devices, usable, runtimes = question
     expected = tried(base, devices, usable, runtimes)
-    found = searched(parse_policy(text(*base), "mine.toml"), devices, usable, dict.fromkeys(runtimes, MODEL))
+    answer = searched(parse_policy(text(*base), "mine.toml"), devices, usable, dict.fromkeys(runtimes, MODEL))
     if expected and expected[0][0] == 0:
-        assert (found.fits, found.ways, found.nearest) == (True, (), None)
+        assert (answer.fits, answer.ways, answer.nearest) == (True, (), None)
         return
     # A device may hold less than a peak.
     plans = [planned(runtime, parse_policy(text(*base), "mine.toml"), devices, WORK) for runtime in runtimes]
-    assert found.fits is (False if any(plan.least > usable for plan in plans) else None)
-    least = [one for one in expected if one[0] == expected[0][0]]
-    assert [(len(way.changes), way.sent, way.peak) for way in found.ways] == [one[:3] for one in least]
-    assert {way.policy for way in found.ways} == {one[3] for one in least}
-    assert (found.nearest is None) == bool(expected)
+    assert answer.fits is (False if any(plan.least > usable for plan in plans) else None)
+    least = [outcome for outcome in expected if outcome[0] == expected[0][0]]
+    assert [(len(way.changes), way.sent, way.peak) for way in answer.ways] == [
+        outcome[:3] for outcome in least
+    ]
+    assert {way.policy for way in answer.ways} == {outcome[3] for outcome in least}
+    assert (answer.nearest is None) == bool(expected)
 
 
 def test_the_questions_have_all_kinds_of_answers() -> None:
@@ -221,9 +223,9 @@ def test_the_fewest_devices_are_those_that_trying_all_finds(
             continue
         if plan.peak.total <= usable and (devices in (1, 2, 3, 4, 6, 12) or devices % 8 == 0):
             fitting.append(devices)
-    found = fewest_devices(planned, runtime, policy, WORK, usable, 8).devices
-    tried_too = [one for one in fitting if one in set(device_counts(policy, 8))]
-    assert found == min(tried_too, default=None) or (not tried_too and (found or 512) > 256)
+    fewest = fewest_devices(planned, runtime, policy, WORK, usable, 8).devices
+    tried_too = [count for count in fitting if count in set(device_counts(policy, 8))]
+    assert fewest == min(tried_too, default=None) or (not tried_too and (fewest or 512) > 256)
 
 
 def test_numbers_of_devices_are_parts_of_a_node_then_nodes_then_eight_a_doubling() -> None:
@@ -233,7 +235,7 @@ def test_numbers_of_devices_are_parts_of_a_node_then_nodes_then_eight_a_doubling
     plain = counts('dp = "all"', 8)
     assert plain[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
     assert plain[-2:] == [15 * 1024, 16 * 1024]
-    assert [one for one in plain if 128 <= one <= 256] == [128, 144, 160, 176, 192, 208, 224, 240, 256]
+    assert [count for count in plain if 128 <= count <= 256] == [128, 144, 160, 176, 192, 208, 224, 240, 256]
     assert plain == sorted(set(plain))
     assert counts('out = "all"\ndp = 4', 8)[:4] == [4, 8, 16, 24]
     assert counts('out = "all"\ndp = 3', 8)[:5] == [3, 6, 12, 24, 48]
@@ -245,18 +247,18 @@ def test_a_lower_bound_never_answers_yes() -> None:
     unknown = replace(shipped_model("llama3-8b"), activations=())
     known = shipped_model("llama3-8b")
     for models in ({"torch": unknown}, {"torch": known, "jax": unknown}):
-        found = searched(load_policy("no_shard"), 8, 80 * 10**9, models)
-        assert found.fits is False
-        assert found.ways == ()
-        assert found.nearest is not None
-        assert found.nearest.bound == "lower"
-        assert "unknown, since not all of a peak is counted; the fewest bytes at rest are" in heading(found)
-        (batch,) = (one for one in found.batches if models[one.runtime] is unknown)
+        answer = searched(load_policy("no_shard"), 8, 80 * 10**9, models)
+        assert answer.fits is False
+        assert answer.ways == ()
+        assert answer.nearest is not None
+        assert answer.nearest.bound == "lower"
+        assert "unknown, since not all of a peak is counted; the fewest bytes at rest are" in heading(answer)
+        (batch,) = (batch for batch in answer.batches if models[batch.runtime] is unknown)
         assert batch.batch == 0
         fits = searched(load_policy("fsdp"), 8, 10**12, models)
         assert fits.fits is None
-        assert [one.batch for one in fits.batches if models[one.runtime] is unknown] == [None]
-        (fewest,) = (one for one in fits.fewest if models[one.runtime] is unknown)
+        assert [batch.batch for batch in fits.batches if models[batch.runtime] is unknown] == [None]
+        (fewest,) = (count for count in fits.fewest if models[count.runtime] is unknown)
         assert fewest == FewestDevices(fewest.runtime, None, 1)
         assert policy_file(fits, "m") is None
     # Of fewer devices the bound says no.
@@ -268,10 +270,12 @@ def test_a_lower_bound_never_answers_yes() -> None:
 def test_recomputation_is_of_the_outer_of_units_inside_each_other() -> None:
     model = shipped_model("llama3-8b")
     changed = {
-        one.changes: one.policy for one in variants(load_policy("mixture"), model, 8) if len(one.changes) == 1
+        variant.changes: variant.policy
+        for variant in variants(load_policy("mixture"), model, 8)
+        if len(variant.changes) == 1
     }
-    found = changed["recompute layers.*",]
-    assert {unit.match: unit.recompute for unit in found.units} == {
+    changed_policy = changed["recompute layers.*",]
+    assert {unit.match: unit.recompute for unit in changed_policy.units} == {
         "layers.*.mlp": True,
         "layers.*": True,
         "embed": False,
@@ -284,17 +288,17 @@ def test_recomputation_is_of_the_outer_of_units_inside_each_other() -> None:
 
 @pytest.mark.slow
 def test_the_file_is_the_policy_that_was_found(tmp_path: Any) -> None:
-    found = searched(load_policy("no_shard"), 8, 80 * 10**9, {"torch": shipped_model("llama3-8b")})
-    written = only_file([found], "llama3-8b")
+    answer = searched(load_policy("no_shard"), 8, 80 * 10**9, {"torch": shipped_model("llama3-8b")})
+    written = only_file([answer], "llama3-8b")
     path = tmp_path / "found.toml"
     path.write_text(written)
-    assert load_policy(path) == found.ways[0].policy
+    assert load_policy(path) == answer.ways[0].policy
     (again,) = compare(
         {"torch": shipped_model("llama3-8b")}, [load_policy(path)], [8], WORK, 80 * 10**9, 0
     ).plans
-    assert again.peak.total == found.ways[0].peak
+    assert again.peak.total == answer.ways[0].peak
     with pytest.raises(PlanError, match=r"--save: expected one policy, .* got 2 searches"):
-        only_file([found, found], "llama3-8b")
+        only_file([answer, answer], "llama3-8b")
     nothing = searched(load_policy("no_shard"), 8, 10**9, {"torch": shipped_model("llama3-8b")})
     with pytest.raises(
         PlanError, match=r"--save: no_shard.toml on 8 devices, .* no set of changes is known to fit"
@@ -318,11 +322,11 @@ def test_model_axes_stay_as_they_are() -> None:
             {(("out", "all"), ("dp", count), ("tp", 2)) for count in (2, 4)},
         ),
     ):
-        found = list(variants(policy, model, 16))
-        assert {one.policy.axes for one in found} == meshes
-        assert all(one.policy.parallel == policy.parallel for one in found)
-        for one in found:
-            make_plan(model, one.policy, 16, "torch", Workload(1, 16))
+        varied = list(variants(policy, model, 16))
+        assert {variant.policy.axes for variant in varied} == meshes
+        assert all(variant.policy.parallel == policy.parallel for variant in varied)
+        for variant in varied:
+            make_plan(model, variant.policy, 16, "torch", Workload(1, 16))
 
 
 @pytest.mark.slow
@@ -332,13 +336,13 @@ def test_an_upper_bound_never_answers_no() -> None:
     assert plan.peak_is_upper_bound
     # Less than the bound, and more than what is there without activations.
     usable = plan.peak.total - plan.peak.terms["activations"] // 2
-    found = searched(policy, 16, usable, {"torch": model}, work=Workload())
-    assert found.fits is None
-    assert found.batches == (LargestBatch("torch", None),)
-    (fewest,) = found.fewest
+    answer = searched(policy, 16, usable, {"torch": model}, work=Workload())
+    assert answer.fits is None
+    assert answer.batches == (LargestBatch("torch", None),)
+    (fewest,) = answer.fewest
     assert fewest.not_below is not None
     assert fewest.not_below <= 16
-    assert found.ways[0].peak <= usable
+    assert answer.ways[0].peak <= usable
     more = searched(policy, 16, 2 * plan.peak.total, {"torch": model}, work=Workload())
     (batch,) = more.batches
     assert batch.batch is not None

@@ -26,9 +26,9 @@ MACHINE = Machine(Hardware("abacus", {"bf16": 100.0, "f32": 50.0}, 10.0, Fabric(
 IDEAL = Efficiency(1, 1, 1)
 
 
-def transfer(seconds: float, kind: str = "all_gather") -> Transfer:
+def transfer(seconds: float, collective: str = "all_gather") -> Transfer:
     """Half of an all-gather's bytes come from the other of two devices."""
-    return Transfer(kind, int(seconds * 16), ((0, 1),))
+    return Transfer(collective, int(seconds * 16), ((0, 1),))
 
 
 def products(seconds: float) -> Work:
@@ -43,8 +43,8 @@ def time(*steps: Step, efficiency: Efficiency = IDEAL) -> StepTime:
     return step_time(Program(steps), MACHINE, efficiency)
 
 
-def parts(found: StepTime) -> tuple[float, float, float, float]:
-    return found.products, found.memory, found.exposed, found.communication
+def parts(estimate: StepTime) -> tuple[float, float, float, float]:
+    return estimate.products, estimate.memory, estimate.exposed, estimate.communication
 
 
 def test_an_operation_takes_the_longer_of_products_and_memory() -> None:
@@ -53,10 +53,10 @@ def test_an_operation_takes_the_longer_of_products_and_memory() -> None:
 
 
 def test_a_covered_transfer_costs_nothing() -> None:
-    found = time(Start("a", transfer(2)), products(3), Done("a"))
-    assert parts(found) == (3, 0, 0, 2)
-    assert found.total == 3
-    assert found.hidden == 2
+    estimate = time(Start("a", transfer(2)), products(3), Done("a"))
+    assert parts(estimate) == (3, 0, 0, 2)
+    assert estimate.total == 3
+    assert estimate.hidden == 2
 
 
 def test_a_half_covered_transfer_costs_its_rest() -> None:
@@ -65,8 +65,8 @@ def test_a_half_covered_transfer_costs_its_rest() -> None:
 
 
 def test_transfers_run_one_after_the_other() -> None:
-    found = time(Start("a", transfer(2)), Start("b", transfer(2)), products(3), Done("b"), Done("a"))
-    assert parts(found) == (3, 0, 1, 4)
+    estimate = time(Start("a", transfer(2)), Start("b", transfer(2)), products(3), Done("b"), Done("a"))
+    assert parts(estimate) == (3, 0, 1, 4)
 
 
 def test_what_is_never_waited_for_ends_with_the_program() -> None:
@@ -101,8 +101,8 @@ def test_a_transfer_that_a_turn_starts_for_the_next_one() -> None:
     body = (Done("a"), Start("a", transfer(3)), products(2))
     # The first turn has nothing to wait for; what the last turn starts is waited for at the end.
     for turns in (1, 2, 3, 1000):
-        found = time(Loop(turns, body))
-        assert parts(found) == pytest.approx((2 * turns, 0, turns, 3 * turns))
+        estimate = time(Loop(turns, body))
+        assert parts(estimate) == pytest.approx((2 * turns, 0, turns, 3 * turns))
     assert parts(time(Loop(1000, body), products(5))) == pytest.approx((2005, 0, 999, 3000))
     queued = time(Loop(1000, body), Start("b", transfer(1)), Done("b"))
     assert parts(queued) == pytest.approx((2000, 0, 1001, 3001))
@@ -111,15 +111,15 @@ def test_a_transfer_that_a_turn_starts_for_the_next_one() -> None:
 def test_a_backlog_that_grows_with_each_turn_is_not_cut_short() -> None:
     body = (Start("a", transfer(1)), Start("b", transfer(3)), products(2), Done("a"))
     expected = Program(body * 50)
-    found, unrolled = time(Loop(50, body)), step_time(expected, MACHINE, IDEAL)
-    assert parts(found) == pytest.approx(parts(unrolled))
+    estimate, unrolled = time(Loop(50, body)), step_time(expected, MACHINE, IDEAL)
+    assert parts(estimate) == pytest.approx(parts(unrolled))
 
 
 def test_efficiency_stretches_each_part() -> None:
-    found = time(
+    estimate = time(
         products(3), memory(4), Start("a", transfer(2)), Done("a"), efficiency=Efficiency(0.75, 0.8, 0.5)
     )
-    assert parts(found) == pytest.approx((4, 5, 4, 4))
+    assert parts(estimate) == pytest.approx((4, 5, 4, 4))
     with pytest.raises(ValueError, match="efficiency of links: expected above 0 and up to 1, got 0"):
         Efficiency(links=0)
 
@@ -140,14 +140,14 @@ def test_a_dtype_without_a_peak_is_refused() -> None:
 
 
 def test_throughput() -> None:
-    found = time(products(3), memory(2), Work("p", {"f32": 250}, 0))
-    assert found.total == 10
-    assert found.flops == {"bf16": 300, "f32": 250}
+    estimate = time(products(3), memory(2), Work("p", {"f32": 250}, 0))
+    assert estimate.total == 10
+    assert estimate.flops == {"bf16": 300, "f32": 250}
     # 10 tokens of a model of 5 parameters need 300 of the 2000 operations that two devices could do.
-    expected = throughput(found, MACHINE, tokens=10, parameters=5, price=36)
+    expected = throughput(estimate, MACHINE, tokens=10, parameters=5, price=36)
     assert expected.tokens_per_second == 1
     assert expected.mfu == pytest.approx(0.15)
     assert expected.hfu == pytest.approx(0.8)
     # Two devices at 1 cent a second, for a million seconds.
     assert expected.dollars == pytest.approx(20_000)
-    assert throughput(found, MACHINE, tokens=10, parameters=5).dollars is None
+    assert throughput(estimate, MACHINE, tokens=10, parameters=5).dollars is None

@@ -81,9 +81,9 @@ def gpu(cache: None) -> Iterator[Leg]:
 
 @pytest.fixture(scope="module")
 def compiler(gpu: Leg) -> Iterator[Compiler]:
-    found = Compiler("gpu")
-    yield found
-    found.close()
+    started = Compiler("gpu")
+    yield started
+    started.close()
 
 
 def request(engine: str, work: Workload = WORK) -> dict[str, Any]:
@@ -108,17 +108,17 @@ def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: P
     )
     (tmp_path / "sizes.toml").write_text(f"[model]\n{sizes}")
     model, policy = f"decoder:{tmp_path / 'sizes.toml'}", load_policy("fsdp_tp")
-    found = gpu.ask(
+    answer = gpu.ask(
         {**request("shard_map"), "step": StepRequest(model, WORK).to_json(), "policy": policy.to_toml()}
     )
     planned = make_plan(resolve_models(model, ["jax"])["jax"], policy, 8, "jax", WORK)
     assert planned.mesh.all_axes == {"dp": 4, "tp": 2}
-    held, rest = found["held"], planned.at_rest
+    held, rest = answer["held"], planned.at_rest
     assert (held["weights"], held["moments"]) == (rest.main_weights.allocated, rest.moments.allocated + 4)
     # The rows of a data rank are whole on both places of the axis.
     assert held["batch"] == WORK.batch * (WORK.length + 1) * 4
     # XLA joins gathers, and has some of its own over the axis.
-    gathered = sum(one["bytes"] for one in found["collectives"] if one["kind"] == "all_gather")
+    gathered = sum(call["bytes"] for call in answer["collectives"] if call["kind"] == "all_gather")
     assert gathered >= planned.traffic.nbytes("all_gather", "dp") > 0
     whole = replace(policy, mesh={"dp": 8}, parallel=())
     alone = make_plan(resolve_models(model, ["jax"])["jax"], whole, 8, "jax", WORK)
@@ -130,15 +130,15 @@ def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: P
 def test_the_gradients_are_the_program_that_is_compiled_directly(
     gpu: Leg, compiler: Compiler, engine: str
 ) -> None:
-    found = gpu.ask(request(engine))
+    answer = gpu.ask(request(engine))
     direct = compiler.compile(Setting("h100:8", engine, "quick"))
-    assert found["memory"]["gradients"]["temporary"] == direct.temporary
-    collectives = [dict(one) for one in found["collectives"] if one.pop("program") == "gradients"]
-    assert [(one["kind"], one["times"], one["bytes"], one["overlaps"]) for one in collectives] == [
-        (one.kind, one.times, one.bytes, one.overlaps) for one in direct.collectives
+    assert answer["memory"]["gradients"]["temporary"] == direct.temporary
+    collectives = [dict(call) for call in answer["collectives"] if call.pop("program") == "gradients"]
+    assert [(call["kind"], call["times"], call["bytes"], call["overlaps"]) for call in collectives] == [
+        (call.kind, call.times, call.bytes, call.overlaps) for call in direct.collectives
     ]
     assert direct.collectives
-    for path in found["programs"].values():
+    for path in answer["programs"].values():
         assert "ENTRY" in Path(path).read_text()
 
 
@@ -153,8 +153,8 @@ def test_weights_and_moments_are_the_plans(gpu: Leg) -> None:
 
 
 def test_a_peak_counts_what_lives_beside_a_program_and_the_update_gets_its_state_donated(gpu: Leg) -> None:
-    found = gpu.ask(request("shard_map"))
-    held, memory = found["held"], found["memory"]
+    answer = gpu.ask(request("shard_map"))
+    held, memory = answer["held"], answer["memory"]
     gradients, update = memory["gradients"], memory["update"]
     state = held["weights"] + held["moments"]
     assert gradients["beside"] == held["moments"]
@@ -162,8 +162,8 @@ def test_a_peak_counts_what_lives_beside_a_program_and_the_update_gets_its_state
     assert update["aliased"] == state
     # A few bytes are the loss and the compiler's tables of pointers.
     expected = state + held["gradients"] + held["batch"]
-    for one in (gradients, update):
-        assert one["peak"] == pytest.approx(expected + one["temporary"], abs=256)
+    for program in (gradients, update):
+        assert program["peak"] == pytest.approx(expected + program["temporary"], abs=256)
 
 
 @pytest.mark.slow
@@ -337,7 +337,9 @@ def test_models_as_users_write_them_with_layers_of_another_name(
     rows = json.loads(result.stdout)["targets"]["rows"]
     assert [row["fits"] for row in rows] == [True, True]
     # Two blocks and the root: each gathered in forward and, sharded, once more in backward.
-    gathers = [sum(one["times"] for one in row["collectives"] if one["kind"] == "all_gather") for row in rows]
+    gathers = [
+        sum(call["times"] for call in row["collectives"] if call["kind"] == "all_gather") for row in rows
+    ]
     assert gathers == [6, 3]
     assert Path("p.html").read_text().count("<svg") == 3
 
@@ -351,7 +353,7 @@ def test_a_step_for_tpus(cache: None) -> None:
     (row,) = json.loads(result.stdout)["targets"]["rows"]
     assert row["device_memory"] == 16_000_000_000
     assert row["memory"]["update"]["aliased"] > 0
-    assert any(one["kind"] == "all_gather" for one in row["collectives"])
+    assert any(call["kind"] == "all_gather" for call in row["collectives"])
 
 
 @pytest.mark.parametrize(
@@ -462,16 +464,16 @@ def test_moments_in_the_memory_of_a_host_are_no_part_of_a_tpu_s() -> None:
         pytest.skip(reason)
     leg = Leg("bridge.compiling.target_leg", "tpu")
     try:
-        found = leg.ask(offloaded("v5e:2x2"))
+        answer = leg.ask(offloaded("v5e:2x2"))
     finally:
         leg.close()
     chosen = Optimizer(moments=("bfloat16", "float8_e4m3fn"), offload=Fraction(1, 2))
     model = resolve_models(MODEL, ["jax"])["jax"]
     rest = make_plan(model, POLICY, 4, "jax", WORK, optimizer=chosen).at_rest
     # A step count is on the device.
-    assert (found["host"], found["held"]["moments"]) == (rest.host, rest.moments.allocated + 4)
+    assert (answer["host"], answer["held"]["moments"]) == (rest.host, rest.moments.allocated + 4)
     assert rest.host > 0
     assert (
-        found["memory"]["update"]["arguments"]
-        < 1.1 * sum(found["held"][kind] for kind in ("weights", "moments", "gradients")) + 2**16
+        answer["memory"]["update"]["arguments"]
+        < 1.1 * sum(answer["held"][part] for part in ("weights", "moments", "gradients")) + 2**16
     )

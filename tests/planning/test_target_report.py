@@ -18,15 +18,15 @@ def row_of(
 ) -> TargetRow:
     """As if it had been compiled."""
     collectives = [
-        {"kind": kind, "times": 1, "bytes": size, "overlaps": kind == "all_gather"}
-        for kind, size in (("all_gather", gathered), ("psum", reduced))
+        {"kind": collective, "times": 1, "bytes": size, "overlaps": collective == "all_gather"}
+        for collective, size in (("all_gather", gathered), ("psum", reduced))
         if size
     ]
     held = dict.fromkeys(("weights", "moments", "gradients"), 1)
     memory = {"gradients": {"peak": peak, "temporary": peak - 3}, "update": {"peak": 3, "temporary": 9}}
-    found = {"held": held, "memory": memory, "collectives": collectives, "seconds": 2.0, "warnings": []}
+    answer = {"held": held, "memory": memory, "collectives": collectives, "seconds": 2.0, "warnings": []}
     task = Task(dataclasses.replace(load_policy("fsdp"), source=policy), target_named(target), "shard_map")
-    return TargetRow(task, 1000, {**found, "cached": False, **more})
+    return TargetRow(task, 1000, {**answer, "cached": False, **more})
 
 
 def test_the_cheapest_fits_with_the_reserve_and_sends_least() -> None:
@@ -53,7 +53,7 @@ def test_the_cheapest_fits_with_the_reserve_and_sends_least() -> None:
         in lines
     )
     headings, cells = table(plan)
-    assert {len(one) for one in cells} == {len(headings)}
+    assert {len(row) for row in cells} == {len(headings)}
     assert cells[4][headings.index("peak")] == "> 1.4 kB"
 
 

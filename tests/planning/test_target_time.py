@@ -19,8 +19,8 @@ POLICY = parse_policy('[precision]\ncompute = "bfloat16"\n[[unit]]\nmatch = ""\n
 IDEAL = Efficiency(1, 1, 1)
 
 
-def row(found: dict[str, Any] | None, **options: Any) -> TargetRow:
-    return TargetRow(Task(POLICY, target_named("h100:8"), "shard_map"), 80, found, **options)
+def row(answer: dict[str, Any] | None, **options: Any) -> TargetRow:
+    return TargetRow(Task(POLICY, target_named("h100:8"), "shard_map"), 80, answer, **options)
 
 
 def compiled(folder: Path, *texts: str) -> TargetRow:
@@ -49,29 +49,29 @@ def test_times_of_a_steps_programs_add_up(tmp_path: Path) -> None:
 
 
 def test_rates_are_those_of_all_devices(tmp_path: Path) -> None:
-    found = Roofline(1000, 64, price=2.0, efficiency=IDEAL).estimate(
+    estimate = Roofline(1000, 64, price=2.0, efficiency=IDEAL).estimate(
         compiled(tmp_path, program(*FACTORS, PRODUCT))
     )
-    assert found.time is not None
-    assert found.rate is not None
-    rate = 8 * 64 / found.time.total
-    assert found.rate.tokens_per_second == pytest.approx(rate)
+    assert estimate.time is not None
+    assert estimate.rate is not None
+    rate = 8 * 64 / estimate.time.total
+    assert estimate.rate.tokens_per_second == pytest.approx(rate)
     # At the peak of the compute dtype, of 8 devices.
-    assert found.rate.mfu == pytest.approx(6 * 1000 * rate / (8 * 989.4e12))
-    assert found.rate.dollars == pytest.approx(8 * 2 / 3600 / rate * 1e6)
-    headings, (cells,) = table([found], priced=True)
+    assert estimate.rate.mfu == pytest.approx(6 * 1000 * rate / (8 * 989.4e12))
+    assert estimate.rate.dollars == pytest.approx(8 * 2 / 3600 / rate * 1e6)
+    headings, (cells,) = table([estimate], priced=True)
     assert len(cells) == len(headings)
     assert headings[-1] == PRICE
-    said = found.as_dict()
+    said = estimate.as_dict()
     assert said is not None
-    assert said["total"] == found.time.total
-    assert said["rate"]["dollars"] == found.rate.dollars
+    assert said["total"] == estimate.time.total
+    assert said["rate"]["dollars"] == estimate.rate.dollars
 
 
 def test_a_lower_efficiency_takes_longer(tmp_path: Path) -> None:
-    one = compiled(tmp_path, program(*FACTORS, PRODUCT))
+    target_row = compiled(tmp_path, program(*FACTORS, PRODUCT))
     ideal, half = (
-        Roofline(1, None, efficiency=e).estimate(one).time for e in (IDEAL, Efficiency(0.5, 0.5, 0.5))
+        Roofline(1, None, efficiency=e).estimate(target_row).time for e in (IDEAL, Efficiency(0.5, 0.5, 0.5))
     )
     assert ideal is not None
     assert half is not None
@@ -87,25 +87,25 @@ def test_a_lower_efficiency_takes_longer(tmp_path: Path) -> None:
     ],
 )
 def test_where_there_is_no_time_the_reason_is_said(one: TargetRow, why: str) -> None:
-    found = Roofline(1, 8).estimate(one)
-    assert (found.time, found.why) == (None, why)
-    assert found.as_dict() == {"unknown": why}
-    assert found.cells(priced=True)[3] == "unknown"
-    assert len(found.cells(priced=True)) == len(HEADINGS) + 1
-    said = list(notes(Roofline(1, 8), [found]))
+    estimate = Roofline(1, 8).estimate(one)
+    assert (estimate.time, estimate.why) == (None, why)
+    assert estimate.as_dict() == {"unknown": why}
+    assert estimate.cells(priced=True)[3] == "unknown"
+    assert len(estimate.cells(priced=True)) == len(HEADINGS) + 1
+    said = list(notes(Roofline(1, 8), [estimate]))
     assert (len(said) == 2) == (one.found is not None)
     assert "estimates from the compiled programs, no measurements: 75%" in said[-1]
 
 
 def test_a_text_that_is_no_program_costs_a_row_its_time_alone(tmp_path: Path) -> None:
-    found = Roofline(1, 8).estimate(compiled(tmp_path, "HloModule nothing"))
-    assert found.time is None
-    assert found.why
+    estimate = Roofline(1, 8).estimate(compiled(tmp_path, "HloModule nothing"))
+    assert estimate.time is None
+    assert estimate.why
 
 
 def test_each_row_of_the_document_has_its_time() -> None:
     document = TargetPlan((row(None), row(None))).as_dict([{"total": 1.0}, {"total": 2.0}])
-    assert [one["time"] for one in document["rows"]] == [{"total": 1.0}, {"total": 2.0}]
+    assert [entry["time"] for entry in document["rows"]] == [{"total": 1.0}, {"total": 2.0}]
 
 
 def test_efficiencies_are_parsed_and_checked() -> None:

@@ -40,13 +40,13 @@ with open(sys.argv[1], "w") as file:
     ],
 )
 def test_a_target_is_read_from_its_name(name: str, topology: str, devices: int, memory: int) -> None:
-    kind = name.lower().partition(":")[0]
-    platform = "gpu" if kind in CARDS else "tpu"
-    assert target_named(name) == Target(name.lower(), kind, platform, topology, devices, memory)
+    chip = name.lower().partition(":")[0]
+    platform = "gpu" if chip in CARDS else "tpu"
+    assert target_named(name) == Target(name.lower(), chip, platform, topology, devices, memory)
 
 
 def test_several_targets_are_each_named_once() -> None:
-    assert [one.name for one in targets_named("h100:8, v5e:4x4,h100:8")] == ["h100:8", "v5e:4x4"]
+    assert [target.name for target in targets_named("h100:8, v5e:4x4,h100:8")] == ["h100:8", "v5e:4x4"]
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,17 @@ def spans(*steps: Step) -> tuple[Span, ...]:
     return timeline(Program(steps), MACHINE, IDEAL)
 
 
-def on(lane: str, found: tuple[Span, ...]) -> list[tuple[str, float, float]]:
-    return [(one.kind, one.start, one.end) for one in found if one.lane == lane]
+def on(lane: str, drawn: tuple[Span, ...]) -> list[tuple[str, float, float]]:
+    return [(span.kind, span.start, span.end) for span in drawn if span.lane == lane]
 
 
 def test_what_is_not_covered_is_waited_for() -> None:
-    found = spans(
+    drawn = spans(
         Start("a", transfer(4)), products(1), memory(1), Start("b", transfer(1, "reduce_scatter")), Done("a")
     )
-    assert on(DEVICE, found) == [("products", 0, 1), ("memory", 1, 2), ("waiting", 2, 5)]
+    assert on(DEVICE, drawn) == [("products", 0, 1), ("memory", 1, 2), ("waiting", 2, 5)]
     # Transfers share the links, and what nobody waits for ends with the program.
-    assert on(LINKS, found) == [("all_gather", 0, 4), ("reduce_scatter", 4, 5)]
+    assert on(LINKS, drawn) == [("all_gather", 0, 4), ("reduce_scatter", 4, 5)]
 
 
 def test_neighbours_of_one_kind_are_one_span() -> None:
@@ -53,18 +53,18 @@ AHEAD = (Done("a"), Start("a", transfer(3)), products(2))
 )
 def test_turns_of_a_loop_are_all_there(steps: tuple[Step, ...]) -> None:
     def unrolled(listed: tuple[Step, ...]) -> tuple[Step, ...]:
-        found: list[Step] = []
-        for one in listed:
-            found += unrolled(one.steps) * one.times if isinstance(one, Loop) else [one]
-        return tuple(found)
+        flattened: list[Step] = []
+        for step in listed:
+            flattened += unrolled(step.steps) * step.times if isinstance(step, Loop) else [step]
+        return tuple(flattened)
 
     looped, flat = spans(*steps), spans(*unrolled(steps))
     time = step_time(Program(steps), MACHINE, IDEAL)
-    assert max(one.end for one in looped) == pytest.approx(time.total)
-    for found in (looped, flat):
+    assert max(span.end for span in looped) == pytest.approx(time.total)
+    for drawn in (looped, flat):
         sums = dict.fromkeys((*DOINGS, "all_gather"), 0.0)
-        for one in found:
-            sums[one.kind] += one.seconds
+        for span in drawn:
+            sums[span.kind] += span.seconds
         assert sums == pytest.approx(
             {
                 "products": time.products,
@@ -74,13 +74,13 @@ def test_turns_of_a_loop_are_all_there(steps: tuple[Step, ...]) -> None:
             }
         )
         for lane in (DEVICE, LINKS):
-            listed = on(lane, found)
+            listed = on(lane, drawn)
             assert all(a[2] <= b[1] + 1e-9 for a, b in itertools.pairwise(listed)), "spans overlap"
     middle = time.total / 2 + 0.25
     for lane in (DEVICE, LINKS):
         at = [
-            {kind for kind, start, end in on(lane, found) if start <= middle < end}
-            for found in (looped, flat)
+            {activity for activity, start, end in on(lane, drawn) if start <= middle < end}
+            for drawn in (looped, flat)
         ]
         assert at[0] == at[1]
 
@@ -89,15 +89,15 @@ def test_programs_of_a_step_follow_each_other(tmp_path: Path) -> None:
     text = program(*FACTORS, SHARD, GATHER_START, PRODUCT, GATHER_DONE)
     roofline = Roofline(10, None, efficiency=IDEAL)
     row = compiled(tmp_path, text, text)
-    found, time = roofline.timeline(row), roofline.estimate(row).time
+    drawn, time = roofline.timeline(row), roofline.estimate(row).time
     assert time is not None
-    assert max(one.end for one in found) == pytest.approx(time.total)
-    gathers = [one for one in found if one.kind == "all_gather"]
-    assert [one.start for one in gathers] == pytest.approx([0, time.total / 2])
+    assert max(span.end for span in drawn) == pytest.approx(time.total)
+    gathers = [span for span in drawn if span.kind == "all_gather"]
+    assert [span.start for span in gathers] == pytest.approx([0, time.total / 2])
     assert roofline.timeline(compiled(tmp_path, "no program")) == ()
 
 
 def test_copies_inside_a_device_are_no_transfers() -> None:
-    found = spans(Start("c", Transfer("copy", 20)), Work("p", {"bf16": 100}), Done("c"))
-    assert on(LINKS, found) == []
-    assert on(DEVICE, found) == [("products", 0, 1), ("memory", 1, 2)]
+    drawn = spans(Start("c", Transfer("copy", 20)), Work("p", {"bf16": 100}), Done("c"))
+    assert on(LINKS, drawn) == []
+    assert on(DEVICE, drawn) == [("products", 0, 1), ("memory", 1, 2)]

@@ -44,7 +44,7 @@ def test_what_jaxlib_cannot_read_is_the_text_of_that_program(folder: Path) -> No
     (folder / "2-TLP-00-memory-space-assignment.txt").write_text("HloModule jit_update, not this one")
     assert tpu_text.text_of(Unreadable(), LOWERED) == "HloModule jit_update, is_scheduled=true, second\n"
     tpu_text.clear()
-    assert [one.name for one in folder.iterdir()] == ["2-TLP-00-memory-space-assignment.txt"]
+    assert [path.name for path in folder.iterdir()] == ["2-TLP-00-memory-space-assignment.txt"]
     with pytest.raises(JaxRuntimeError, match="async-update"):
         tpu_text.text_of(Unreadable(), LOWERED)
 
@@ -75,8 +75,8 @@ def test_a_libtpu_without_the_flags_is_started_without_them(
     flags = ("to", "hlo_text", "llo_text", "llo_pass_label_regex")
     library.write_bytes(b"".join(f"\0FLAGS_xla_jf_dump_{flag}\0".encode() for flag in flags))
     # The first library counts, as it does for imports.
-    found = tpu_text.settings("/texts", [tmp_path / "none", tmp_path])
-    assert found["LIBTPU_INIT_ARGS"].startswith(
+    environment = tpu_text.settings("/texts", [tmp_path / "none", tmp_path])
+    assert environment["LIBTPU_INIT_ARGS"].startswith(
         "--given=1 --xla_jf_dump_to=/texts --xla_jf_dump_hlo_text=true "
     )
-    assert found["TWINSHARD_TPU_TEXTS"] == "/texts"
+    assert environment["TWINSHARD_TPU_TEXTS"] == "/texts"

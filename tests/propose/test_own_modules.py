@@ -32,8 +32,8 @@ def rules(proposal: Proposal) -> dict[str, tuple[str, ...]]:
 
 H = 6
 RECURRENT = {
-    f"rnn.{kind}_{side}_l0{way}": ((4 * H, H) if kind == "weight" else (4 * H,))
-    for kind in ("weight", "bias")
+    f"rnn.{name}_{side}_l0{way}": ((4 * H, H) if name == "weight" else (4 * H,))
+    for name in ("weight", "bias")
     for side in ("ih", "hh")
     for way in ("", "_reverse")
 }
@@ -47,33 +47,33 @@ CELLS = {
 
 
 def test_gates_are_in_torchs_order_and_directions_are_not_exchanged(tmp_path: Path) -> None:
-    found = proposed(tmp_path, RECURRENT, CELLS)
-    assert rules(found) == {
-        f"rnn.{kind}_{side}_l0{suffix}": tuple(f"rnn/{way}/cell/{side[0]}{gate}/{leaf}" for gate in "ifgo")
+    proposal = proposed(tmp_path, RECURRENT, CELLS)
+    assert rules(proposal) == {
+        f"rnn.{name}_{side}_l0{suffix}": tuple(f"rnn/{way}/cell/{side[0]}{gate}/{leaf}" for gate in "ifgo")
         for suffix, way in (("", "forward_rnn"), ("_reverse", "backward_rnn"))
-        for kind, side, leaf in (
+        for name, side, leaf in (
             ("weight", "ih", "kernel"),
             ("weight", "hh", "kernel"),
             ("bias", "hh", "bias"),
         )
     }
-    assert found.doubts == 0
+    assert proposal.doubts == 0
     # flax's cells have one bias for torch's two.
-    assert found.left_a == ("rnn.bias_ih_l0", "rnn.bias_ih_l0_reverse")
-    assert "store their sum in the one that a rule names" in found.text
+    assert proposal.left_a == ("rnn.bias_ih_l0", "rnn.bias_ih_l0_reverse")
+    assert "store their sum in the one that a rule names" in proposal.text
 
 
 def test_a_gru_has_gates_of_its_own_and_a_fused_twin(tmp_path: Path) -> None:
     ours = {"gru.weight_ih_l0": (3 * H, H), "gru.weight_hh_l0": (3 * H, H)}
     gates = {f"gru/{side}{gate}/kernel": (H, H) for side in "hi" for gate in "nrz"}
-    found = proposed(tmp_path, ours, gates)
-    assert found.certain, found.text
-    assert rules(found)["gru.weight_ih_l0"] == ("gru/ir/kernel", "gru/iz/kernel", "gru/in/kernel")
+    proposal = proposed(tmp_path, ours, gates)
+    assert proposal.certain, proposal.text
+    assert rules(proposal)["gru.weight_ih_l0"] == ("gru/ir/kernel", "gru/iz/kernel", "gru/in/kernel")
     (tmp_path / "fused").mkdir()
     fused = {"gru/cell/dense_h/kernel": (H, 3 * H), "gru/cell/dense_i/kernel": (H, 3 * H)}
-    found = proposed(tmp_path / "fused", ours, fused)
-    assert found.certain, found.text
-    assert rules(found)["gru.weight_ih_l0"] == ("gru/cell/dense_i/kernel",)
+    proposal = proposed(tmp_path / "fused", ours, fused)
+    assert proposal.certain, proposal.text
+    assert rules(proposal)["gru.weight_ih_l0"] == ("gru/cell/dense_i/kernel",)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_attention_of_torch_is_query_key_value(
     ours = {"attn.in_proj_weight": (144, 48), "attn.in_proj_bias": (144,)}
     theirs = {f"attn/{part.format(name)}/{leaf}": shape for name in ("key", "query", "value")}
     theirs |= {f"attn/{part.format(name)}/bias": shape[1:] for name in ("key", "query", "value")}
-    found = proposed(tmp_path, ours, theirs)
-    assert found.certain, found.text
+    proposal = proposed(tmp_path, ours, theirs)
+    assert proposal.certain, proposal.text
     for name, own in (("in_proj_weight", leaf), ("in_proj_bias", "bias")):
-        assert rules(found)[f"attn.{name}"] == tuple(
-            f"attn/{part.format(one)}/{own}" for one in ("query", "key", "value")
+        assert rules(proposal)[f"attn.{name}"] == tuple(
+            f"attn/{part.format(projection)}/{own}" for projection in ("query", "key", "value")
         )
 
 
@@ -100,9 +100,9 @@ def test_convolutions_norms_and_tables_are_certain(tmp_path: Path) -> None:
     ours |= {f"bn.{name}": (8,) for name in ("weight", "bias", "running_mean", "running_var")}
     theirs = {"conv/kernel": (3, 3, 8, 8), "fc/kernel": (8, 8), "emb/embedding": (8, 8)}
     theirs |= {f"bn/{name}": (8,) for name in ("scale", "bias", "mean", "var")}
-    found = proposed(tmp_path, {**ours, "bn.num_batches_tracked": ()}, theirs)
-    assert found.certain, found.text
-    assert rules(found) == {
+    proposal = proposed(tmp_path, {**ours, "bn.num_batches_tracked": ()}, theirs)
+    assert proposal.certain, proposal.text
+    assert rules(proposal) == {
         "conv.weight": ("conv/kernel",),
         "fc.weight": ("fc/kernel",),
         "emb.weight": ("emb/embedding",),
@@ -111,8 +111,8 @@ def test_convolutions_norms_and_tables_are_certain(tmp_path: Path) -> None:
         "bn.running_mean": ("bn/mean",),
         "bn.running_var": ("bn/var",),
     }
-    assert 'drop = ["*num_batches_tracked"]' in found.text
-    (conv,) = (rule for rule in found.rules if rule.a[0].startswith("conv"))
+    assert 'drop = ["*num_batches_tracked"]' in proposal.text
+    (conv,) = (rule for rule in proposal.rules if rule.a[0].startswith("conv"))
     out, in_, *window = conv.a[0].partition(" : ")[2].split()
     assert conv.b[0].partition(" : ")[2].split() == [*window, in_, out]
 
@@ -125,32 +125,32 @@ def test_convolutions_norms_and_tables_are_certain(tmp_path: Path) -> None:
 def test_a_transposed_convolution_may_be_flipped(
     tmp_path: Path, name: str, weight: tuple[int, ...], kernel: tuple[int, ...]
 ) -> None:
-    found = proposed(tmp_path, {f"{name}.weight": weight}, {f"{name}/kernel": kernel})
-    assert not found.certain
-    assert any("is flipped" in doubt for rule in found.rules for doubt in rule.doubts)
+    proposal = proposed(tmp_path, {f"{name}.weight": weight}, {f"{name}/kernel": kernel})
+    assert not proposal.certain
+    assert any("is flipped" in doubt for rule in proposal.rules for doubt in rule.doubts)
 
 
 def test_an_order_that_no_name_says_is_not_that_of_the_alphabet(tmp_path: Path) -> None:
     theirs = {f"a/{name}/kernel": (8, 8) for name in ("beta", "alpha", "gamma")}
-    found = proposed(tmp_path, {"a.mix.weight": (24, 8)}, theirs)
-    assert (found.rules, found.left_a) == ((), ("a.mix.weight",))
+    proposal = proposed(tmp_path, {"a.mix.weight": (24, 8)}, theirs)
+    assert (proposal.rules, proposal.left_a) == ((), ("a.mix.weight",))
     # Of query, key and value there is a usual order, which is said to be a guess.
     (tmp_path / "named").mkdir()
     theirs = {f"a/{name}/kernel": (8, 8) for name in ("key", "query", "value")}
-    found = proposed(tmp_path / "named", {"a.mix.weight": (24, 8)}, theirs)
-    assert rules(found) == {"a.mix.weight": ("a/query/kernel", "a/key/kernel", "a/value/kernel")}
-    assert "by shape only" in found.rules[0].doubts
+    proposal = proposed(tmp_path / "named", {"a.mix.weight": (24, 8)}, theirs)
+    assert rules(proposal) == {"a.mix.weight": ("a/query/kernel", "a/key/kernel", "a/value/kernel")}
+    assert "by shape only" in proposal.rules[0].doubts
 
 
 def test_gpt2s_linear_layers_are_not_taken_for_torchs(tmp_path: Path) -> None:
-    found = proposed(tmp_path, {"h.0.attn.c_proj.weight": (8, 8)}, {"h/0/attn/out/kernel": (8, 8)})
-    assert any("also fits" in doubt for rule in found.rules for doubt in rule.doubts)
+    proposal = proposed(tmp_path, {"h.0.attn.c_proj.weight": (8, 8)}, {"h/0/attn/out/kernel": (8, 8)})
+    assert any("also fits" in doubt for rule in proposal.rules for doubt in rule.doubts)
 
 
 def test_a_bilinear_layer_is_not_taken_for_a_convolution(tmp_path: Path) -> None:
-    found = proposed(tmp_path, {"bilinear.weight": (8, 4, 4)}, {"bilinear/kernel": (4, 4, 8)})
-    assert not found.certain
-    assert any("also fits" in doubt for rule in found.rules for doubt in rule.doubts), found.text
+    proposal = proposed(tmp_path, {"bilinear.weight": (8, 4, 4)}, {"bilinear/kernel": (4, 4, 8)})
+    assert not proposal.certain
+    assert any("also fits" in doubt for rule in proposal.rules for doubt in rule.doubts), proposal.text
 
 
 def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tm
     folders = [tmp_path / name for name in ("layers", "modules")]
     for folder in folders:
         folder.mkdir()
-    found = proposed(folders[0], ours, theirs)
-    assert rules(found) == {"net.{i}.weight": ("Dense_{i}/kernel",), "net.{i}.bias": ("Dense_{i}/bias",)}
+    proposal = proposed(folders[0], ours, theirs)
+    assert rules(proposal) == {"net.{i}.weight": ("Dense_{i}/kernel",), "net.{i}.bias": ("Dense_{i}/bias",)}
     # Of modules with names of their own, numbers are names, too.
     named = {f"{name}.weight": (n, 4) for n, name in enumerate(("a", "b", "c"), 3)}
     shapes = {f"Dense_{n - 3}/kernel": (4, n) for n in (3, 4, 5)}
@@ -173,18 +173,18 @@ def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tm
 
 def sequential(sizes: tuple[int, ...], step: int = 2, stem: str = "net") -> Shapes:
     """Linear layers of torch with other modules between, which have no tensors."""
-    found: Shapes = {}
+    shapes: Shapes = {}
     for number, (size, out) in enumerate(itertools.pairwise(sizes)):
-        found |= {f"{stem}.{step * number}.weight": (out, size), f"{stem}.{step * number}.bias": (out,)}
-    return found
+        shapes |= {f"{stem}.{step * number}.weight": (out, size), f"{stem}.{step * number}.bias": (out,)}
+    return shapes
 
 
 def dense(sizes: tuple[int, ...], first: int = 0, name: str = "Dense") -> Shapes:
     """Linear layers with linen's automatic names."""
-    found: Shapes = {}
+    shapes: Shapes = {}
     for number, (size, out) in enumerate(itertools.pairwise(sizes), first):
-        found |= {f"{name}_{number}/kernel": (size, out), f"{name}_{number}/bias": (out,)}
-    return found
+        shapes |= {f"{name}_{number}/kernel": (size, out), f"{name}_{number}/bias": (out,)}
+    return shapes
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -192,13 +192,13 @@ def dense(sizes: tuple[int, ...], first: int = 0, name: str = "Dense") -> Shapes
 def test_layers_that_linen_counts_otherwise_are_paired_in_order(
     tmp_path: Path, sizes: tuple[int, ...], step: int
 ) -> None:
-    found = proposed(tmp_path, sequential(sizes, step), dense(sizes))
-    assert rules(found) == {
+    proposal = proposed(tmp_path, sequential(sizes, step), dense(sizes))
+    assert rules(proposal) == {
         f"net.{step * number}.{leaf}": (f"Dense_{number}/{twin}",)
         for number in range(len(sizes) - 1)
         for leaf, twin in (("weight", "kernel"), ("bias", "bias"))
     }
-    doubted = {rule.a[0].partition(" : ")[0] for rule in found.rules if rule.doubts}
+    doubted = {rule.a[0].partition(" : ")[0] for rule in proposal.rules if rule.doubts}
     # Layers of the same sizes may have been exchanged: order alone says which is which.
     layers = list(itertools.pairwise(sizes))
     assert doubted == {
@@ -207,8 +207,8 @@ def test_layers_that_linen_counts_otherwise_are_paired_in_order(
         for leaf in ("weight", "bias")
         if layers.count(layer) > 1
     }
-    assert all("by order only" in doubt for rule in found.rules for doubt in rule.doubts)
-    assert found.certain is (not doubted)
+    assert all("by order only" in doubt for rule in proposal.rules for doubt in rule.doubts)
+    assert proposal.certain is (not doubted)
 
 
 def test_norms_between_layers_are_counted_apart(tmp_path: Path) -> None:
@@ -216,20 +216,20 @@ def test_norms_between_layers_are_counted_apart(tmp_path: Path) -> None:
         f"net.{number}.{leaf}": (size,) for number, size in ((1, 8), (4, 16)) for leaf in ("weight", "bias")
     }
     theirs = {f"LayerNorm_{n}/{leaf}": (size,) for n, size in ((0, 8), (1, 16)) for leaf in ("scale", "bias")}
-    found = rules(proposed(tmp_path, sequential((4, 8, 16), 3) | norms, dense((4, 8, 16)) | theirs))
-    assert found["net.3.weight"] == ("Dense_1/kernel",)
-    assert found["net.3.bias"] == ("Dense_1/bias",)
-    assert (found["net.1.weight"], found["net.1.bias"]) == (("LayerNorm_0/scale",), ("LayerNorm_0/bias",))
-    assert (found["net.4.weight"], found["net.4.bias"]) == (("LayerNorm_1/scale",), ("LayerNorm_1/bias",))
+    pairs = rules(proposed(tmp_path, sequential((4, 8, 16), 3) | norms, dense((4, 8, 16)) | theirs))
+    assert pairs["net.3.weight"] == ("Dense_1/kernel",)
+    assert pairs["net.3.bias"] == ("Dense_1/bias",)
+    assert (pairs["net.1.weight"], pairs["net.1.bias"]) == (("LayerNorm_0/scale",), ("LayerNorm_0/bias",))
+    assert (pairs["net.4.weight"], pairs["net.4.bias"]) == (("LayerNorm_1/scale",), ("LayerNorm_1/bias",))
 
 
 def test_layers_that_may_be_those_of_another_series_are_not_certain(tmp_path: Path) -> None:
     """Two stacks on one side, one count of all layers on the other: nothing says which come first."""
     sizes = (4, 8, 16, 3)
     ours = sequential(sizes) | sequential(sizes, stem="head")
-    found = proposed(tmp_path, ours, dense(sizes) | dense(sizes, first=3))
-    assert not found.certain
-    assert not any("by order only" in doubt for rule in found.rules for doubt in rule.doubts)
+    proposal = proposed(tmp_path, ours, dense(sizes) | dense(sizes, first=3))
+    assert not proposal.certain
+    assert not any("by order only" in doubt for rule in proposal.rules for doubt in rule.doubts)
 
 
 def test_two_attentions_of_one_shape_have_parts_of_their_own(tmp_path: Path) -> None:
@@ -240,12 +240,12 @@ def test_two_attentions_of_one_shape_have_parts_of_their_own(tmp_path: Path) -> 
     theirs: Shapes = {}
     for name, part in itertools.product(("self_attn", "cross_attn"), ("query", "key", "value")):
         theirs |= {f"{name}/{part}/kernel": (8, 2, 4), f"{name}/{part}/bias": (2, 4)}
-    found = proposed(tmp_path, ours, theirs)
-    rule_of = {rule.fit.a[0].family.path: rule for rule in found.rules}
+    proposal = proposed(tmp_path, ours, theirs)
+    rule_of = {rule.fit.a[0].family.path: rule for rule in proposal.rules}
     for ours_name, theirs_name in zip(names, ("self_attn", "cross_attn"), strict=True):
         for leaf in ("weight", "bias"):
             rule = rule_of[f"{ours_name}.in_proj_{leaf}"]
             parts = [entry.family.path.rpartition("/")[0] for entry in rule.fit.b]
             assert parts == [f"{theirs_name}/{part}" for part in ("query", "key", "value")]
             assert bool(rule.doubts) == (ours_name == "multihead_attn")
-    assert (found.left_a, found.left_b) == ((), ())
+    assert (proposal.left_a, proposal.left_b) == ((), ())

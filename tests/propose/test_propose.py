@@ -95,14 +95,16 @@ def scanned_tree(tree: Arrays) -> dict[str, np.ndarray]:
         "mlp/up": "decoder/layers/mlp/wi_1",
         "mlp/down": "decoder/layers/mlp/wo",
     }
-    found: dict[str, list[np.ndarray]] = {}
+    members: dict[str, list[np.ndarray]] = {}
     for name, array in tree.items():
         rest = re.sub(r"layers/\d+/", "", name.removeprefix("params/"))
         for old, new in names.items():
             if rest.startswith(old):
-                found.setdefault(f"params/params/{new}{rest.removeprefix(old)}", []).append(array)
+                members.setdefault(f"params/params/{new}{rest.removeprefix(old)}", []).append(array)
                 break
-    return {n: np.stack(several, axis=1) if len(several) > 1 else several[0] for n, several in found.items()}
+    return {
+        n: np.stack(several, axis=1) if len(several) > 1 else several[0] for n, several in members.items()
+    }
 
 
 def saved(path: Path, format: str, arrays: Arrays) -> Path:
@@ -116,7 +118,7 @@ def as_dcp(hf: Arrays) -> dict[str, np.ndarray]:
 
 def rules_of(text: str) -> set[tuple[str, ...]]:
     """Rules without the names of their axes."""
-    found = set()
+    rules = set()
     for rule in tomllib.loads(text)["rule"]:
         sides = [rule[side] if isinstance(rule[side], list) else [rule[side]] for side in ("torch", "jax")]
         names: dict[str, str] = {}
@@ -127,8 +129,8 @@ def rules_of(text: str) -> set[tuple[str, ...]]:
                 names.setdefault(word, f"x{len(names)}")
             pieces = re.split(r"(\{\w\}|\W)", axes)
             texts.append(f"{path} : {''.join(names.get(piece, piece) for piece in pieces)}")
-        found.add(tuple(texts))
-    return found
+        rules.add(tuple(texts))
+    return rules
 
 
 @pytest.mark.fast_cases("decoder_stacked")
@@ -215,7 +217,7 @@ def test_the_shipped_family_of_a_hugging_face_model_is_found_again(
 def test_values_win_over_names(tmp_path: Path, llama: Arrays) -> None:
     tree = flax_tree(llama)
     for i in range(LAYERS):
-        key, value = (f"params/layers/{i}/attention/{kind}/kernel" for kind in ("key", "value"))
+        key, value = (f"params/layers/{i}/attention/{projection}/kernel" for projection in ("key", "value"))
         tree[key], tree[value] = tree[value], tree[key]
     a, b = saved(tmp_path / "a", "dcp", as_dcp(llama)), saved(tmp_path / "b", "orbax", tree)
     rules = {r.a[0].partition(" : ")[0]: r.b[0] for r in propose(a, b, values=True).rules}
@@ -257,7 +259,7 @@ def test_fused_projections_of_gpt2_are_taken_apart(tmp_path: Path) -> None:
     state.pop("lm_head.weight")
     tree = {}
     for i in range(2):
-        w, bias = (state[f"transformer.h.{i}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
+        w, bias = (state[f"transformer.h.{i}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
         for part, name in enumerate(("query", "key", "value")):
             columns = slice(24 * part, 24 * (part + 1))
             tree[f"params/h/{i}/attn/{name}/kernel"] = w[:, columns].reshape(24, 3, 8)
@@ -316,9 +318,9 @@ def test_what_has_no_counterpart_is_listed_and_not_guessed(tmp_path: Path) -> No
     assert "# unmatched in torch: alone" in proposal.text
     assert not proposal.certain
     # Unlike names are no hindrance where the values agree.
-    found = propose(a, b, values=True)
-    assert {(r.a, r.b) for r in found.rules} == {(("apple",), ("cat",)), (("pear",), ("dog",))}
-    assert (found.left_a, found.left_b) == (("alone",), ("single",))
+    by_value = propose(a, b, values=True)
+    assert {(r.a, r.b) for r in by_value.rules} == {(("apple",), ("cat",)), (("pear",), ("dog",))}
+    assert (by_value.left_a, by_value.left_b) == (("alone",), ("single",))
 
 
 def test_a_unique_shape_pairs_unlike_names_with_a_doubt(tmp_path: Path) -> None:

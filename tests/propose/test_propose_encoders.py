@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 
 def compared(folder: Path, family: str, model: nn.Module, **axes: int) -> Proposal:
     """What is proposed between the class's weights and the shipped family's tree of them."""
-    given = only(state_of(model), own_names(model))
-    reader = MemoryReader("dcp", {f"model.{path}": array for path, array in given.items()})
+    tensors = only(state_of(model), own_names(model))
+    reader = MemoryReader("dcp", {f"model.{path}": array for path, array in tensors.items()})
     plan = make_plan(reader, "orbax", load_mapping(family).with_axes(axes))
     tree = {path: tensor.read(reader, Box.whole(tensor.shape)) for path, tensor in plan.tensors.items()}
-    return proposed(folder, given, tree)
+    return proposed(folder, tensors, tree)
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ def test_an_alignment_is_a_rearrangement_of_the_elements(shape: list[int], rng: 
     cut = rng.randrange(1, len(shape) + 1)
     groups = [sorted(order[:cut]), sorted(order[cut:])] if cut < len(shape) else [sorted(order)]
     merged = [int(np.prod([shape[axis] for axis in group])) for group in groups]
-    found = list(align(merged, shape))
+    alignments = list(align(merged, shape))
     names = {axis: f"x{axis}" for axis, size in enumerate(shape) if size != 1}
     truth = tuple(((tuple(names[axis] for axis in group if axis in names)),) for group in groups)
-    assert truth in [left for left, _, _ in found]
-    for left, right, sizes in found:
+    assert truth in [left for left, _, _ in alignments]
+    for left, right, sizes in alignments:
         assert [int(np.prod([sizes[x] for x in dim[0]])) for dim in left] == merged
         assert [int(np.prod([sizes[x] for x in dim[0]])) for dim in right] == shape
 

@@ -32,25 +32,27 @@ def section(name: str) -> dict[str, np.ndarray]:
 
 
 def torch_names(weights: str, moments: str) -> dict[str, np.ndarray]:
-    found = {weights.format(w=w): array for w, array in section("weights").items()}
+    tensors = {weights.format(w=w): array for w, array in section("weights").items()}
     for moment in MOMENTS:
-        found |= {f"{moments.format(w=w)}.{moment}": array for w, array in section(moment).items()}
-    return found | {f"{moments.format(w=w)}.step": np.array(3, np.float32) for w in WEIGHTS}
+        tensors |= {f"{moments.format(w=w)}.{moment}": array for w, array in section(moment).items()}
+    return tensors | {f"{moments.format(w=w)}.step": np.array(3, np.float32) for w in WEIGHTS}
 
 
 def jax_names(weights: str, state: str, inside: str, count: str) -> dict[str, np.ndarray]:
-    def tree(place: str, name: str) -> dict[str, np.ndarray]:
+    def tree(pattern: str, name: str) -> dict[str, np.ndarray]:
         arrays = section(name)
         return {
-            place.format(w="embed/embedding"): arrays["embed.weight"],
-            place.format(w="layers/up/kernel"): np.stack([arrays[f"layers.{i}.up.weight"].T for i in (0, 1)]),
-            place.format(w="norm/scale"): arrays["norm.weight"],
+            pattern.format(w="embed/embedding"): arrays["embed.weight"],
+            pattern.format(w="layers/up/kernel"): np.stack(
+                [arrays[f"layers.{i}.up.weight"].T for i in (0, 1)]
+            ),
+            pattern.format(w="norm/scale"): arrays["norm.weight"],
         }
 
-    found = tree(weights, "weights") | {count: np.array(3, np.int32)}
+    arrays = tree(weights, "weights") | {count: np.array(3, np.int32)}
     for moment, word in MOMENTS.items():
-        found |= tree(f"{state}{word}/{inside}", moment)
-    return found
+        arrays |= tree(f"{state}{word}/{inside}", moment)
+    return arrays
 
 
 TORCH = {

@@ -36,7 +36,7 @@ def test_payload_bytes_are_those_of_ml_dtypes_saturated() -> None:
     numbers = float8.decode(np.arange(0x7F, dtype=np.uint8)).astype(np.float64)
     halves = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
     near = [halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(1e9))]
-    values = np.concatenate([values, *near, *(-one for one in near)])
+    values = np.concatenate([values, *near, *(-array for array in near)])
     values = values[~np.isnan(values)]
     expected = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_array_equal(float8.encode(values), expected)
@@ -136,9 +136,9 @@ def test_errors_are_those_of_three_fraction_bits() -> None:
 
 
 def quantized_whole(values: dict[str, Array], gather: str) -> dict[str, tuple[Array, Array]]:
-    rows = {name: one.reshape(-1, one.shape[-1]) for name, one in values.items()}
+    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in values.items()}
     quantize = float8.quantize_rows if gather == "mxfp8" else float8.quantize_tensor
-    return {name: quantize(one) for name, one in rows.items()}
+    return {name: quantize(array) for name, array in rows.items()}
 
 
 def random_values(seed: int = 0) -> dict[str, Array]:
@@ -173,8 +173,8 @@ def test_pieces_of_all_shards_hold_the_bytes_of_whole_tensors(
             assert (part.start, part.rows, part.blocks) == (taken, r1 - r0, -(-slot.row_size // 32))
             taken += part.rows * part.blocks
             rows = values[slot.name].reshape(-1, slot.row_size)[r0:r1]
-            for kept, one in zip((payload, scales), float8.quantize_rows(rows), strict=True):
-                kept[slot.name].append(one)
+            for kept, piece in zip((payload, scales), float8.quantize_rows(rows), strict=True):
+                kept[slot.name].append(piece)
         assert layout.shard_size + taken <= size
         fullest = max(fullest, taken)
     assert size == layout.shard_size + -(-fullest // align) * align
@@ -192,10 +192,10 @@ def test_blocks_of_whole_tiles_have_their_scales_where_they_are_in_the_shard(sha
     gaps = 0
     for rank in range(shards):
         parts = list(float8.scale_parts(layout, rank))
-        found = [(part.start, part.start + part.rows * part.blocks) for part in parts]
+        blocks = [(part.start, part.start + part.rows * part.blocks) for part in parts]
         held = [(s, part) for b, s in enumerate(layout.shard_slices) for part in layout.parts(rank, b)]
-        assert found == [((s.start + p.start) // 32, (s.start + p.stop) // 32) for s, p in held]
-        gaps += layout.shard_size // 32 - sum(stop - start for start, stop in found)
+        assert blocks == [((s.start + p.start) // 32, (s.start + p.stop) // 32) for s, p in held]
+        gaps += layout.shard_size // 32 - sum(stop - start for start, stop in blocks)
     assert gaps == (layout.padded_size - layout.numel) // 32
     assert gaps or shards < 3
     assert float8.scale_bytes(layout, "mxfp8") == -(-layout.shard_size // 32 // layout.align) * layout.align
@@ -219,8 +219,8 @@ def test_one_scale_a_tensor_needs_the_largest_magnitude_of_all_shards(shards: in
         ranges = [layout.row_range(name, rank) for rank in range(shards)]
         amax = max(float(float8.amax_of(rows[a:b])) for a, b in ranges)
         local = [float8.quantize_tensor(rows[a:b], np.float32(amax)) for a, b in ranges]
-        assert {int(one) for _, one in local} == {int(scale)}
-        np.testing.assert_array_equal(np.concatenate([one for one, _ in local]), payload)
+        assert {int(local_scale) for _, local_scale in local} == {int(scale)}
+        np.testing.assert_array_equal(np.concatenate([local_payload for local_payload, _ in local]), payload)
         numbers, power = float8.dequantize_tensor(payload, scale), 2.0 ** (float(scale) - 127)
         expected = (rows / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * power
         np.testing.assert_array_equal(numbers, expected)

@@ -265,31 +265,31 @@ def test_more_buffers_never_pad_more_than_the_tolerance(shapes, num_shards, grai
     st.integers(1, 9),
 )
 def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere(pairs, wanted, align):
-    kinds = [Kind(max(numel, unit), unit) for numel, unit in pairs]
+    tensors = [Kind(max(numel, unit), unit) for numel, unit in pairs]
 
-    def fits_somewhere(kind: Kind, size: int) -> bool:
+    def fits_somewhere(tensor: Kind, size: int) -> bool:
         return any(
-            all((b - offset) % kind.block == 0 for b in range(size, offset + kind.numel, size))
+            all((b - offset) % tensor.block == 0 for b in range(size, offset + tensor.numel, size))
             for offset in range(size)
         )
 
-    steps = admissible_steps(sorted(kinds, key=lambda kind: -kind.half), align)
+    steps = admissible_steps(sorted(tensors, key=lambda tensor: -tensor.half), align)
     sizes = range(-(-wanted // align) * align, 1000, align)
-    size = next(s for s in sizes if all(fits_somewhere(kind, s) for kind in kinds))
+    size = next(s for s in sizes if all(fits_somewhere(tensor, s) for tensor in tensors))
     assert admissible(steps, wanted) == size
 
 
 @examples(500)
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 30), st.integers(0, 60))
 def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
-    kind = Kind(max(numel, unit), unit)
-    size = admissible(admissible_steps([kind]), wanted)
+    tensor = Kind(max(numel, unit), unit)
+    size = admissible(admissible_steps([tensor]), wanted)
 
     def legal(offset: int) -> bool:
         first = (offset // size + 1) * size
-        return all((b - offset) % unit == 0 for b in range(first, offset + kind.numel, size))
+        return all((b - offset) % unit == 0 for b in range(first, offset + tensor.numel, size))
 
-    assert earliest(start, kind, size) == next(p for p in itertools.count(start) if legal(p))
+    assert earliest(start, tensor, size) == next(p for p in itertools.count(start) if legal(p))
 
 
 @examples(500)
@@ -300,9 +300,9 @@ def test_the_earliest_offset_is_the_first_legal_one(numel, unit, wanted, start):
 )
 def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards, align):
     tensors = [Kind(max(numel, unit), unit) for numel, unit in pairs]
-    found = pack_aligned(tensors, num_shards, sys.maxsize, align)
-    assert found is not None
-    size, offsets = found
+    packing = pack_aligned(tensors, num_shards, sys.maxsize, align)
+    assert packing is not None
+    size, offsets = packing
     assert size % math.lcm(align, *(tensor.block for tensor in tensors)) == 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         first = (offset // size + 1) * size
@@ -349,8 +349,8 @@ def test_the_aligned_packing_is_taken_where_it_wins():
     shapes = golden.LCM_WINS
     layout = plan_layout(shapes, 5, align=1)
     tensors = [Kind(math.prod(shape), rows_of(shape)[0]) for shape in shapes.values()]
-    kinds = sorted(set(tensors), key=lambda kind: (-kind.block, -kind.numel))
-    searched = sum(p.shard_size for p in plan_buffers(kinds, [tensors.count(k) for k in kinds], 5, 3))
+    distinct = sorted(set(tensors), key=lambda tensor: (-tensor.block, -tensor.numel))
+    searched = sum(p.shard_size for p in plan_buffers(distinct, [tensors.count(k) for k in distinct], 5, 3))
     assert layout.shard_size == 24 < searched
     assert layout.overhead() < 0.03
 
@@ -362,10 +362,10 @@ def test_slices_of_stacks_count_as_rows_for_the_aligned_packing():
     aligned = pack_aligned(coarse, 4, sys.maxsize)
     assert aligned is not None
     assert plan_layout(shapes, 4, align=1).shard_size == aligned[0] == 36
-    kinds = sorted(
+    distinct = sorted(
         {Kind(k.numel, s[-1]) for k, s in zip(coarse, shapes.values(), strict=True)}, key=lambda k: -k.block
     )
-    searched = sum(p.shard_size for p in plan_buffers(kinds, [1] * len(kinds), 4, 3))
+    searched = sum(p.shard_size for p in plan_buffers(distinct, [1] * len(distinct), 4, 3))
     assert searched == 37
 
 
@@ -376,11 +376,11 @@ def test_odd_rows_cost_little_where_their_common_multiple_is_huge():
 
 
 def test_two_rows_without_a_small_common_multiple_go_to_two_buffers():
-    one = plan_layout(golden.LLAMA3_8B_LAYER, 1024, max_buffers=1, align=1)
+    single = plan_layout(golden.LLAMA3_8B_LAYER, 1024, max_buffers=1, align=1)
     layout = plan_layout(golden.LLAMA3_8B_LAYER, 1024, align=1)
     assert len(layout.shard_sizes) > 1
     assert layout.overhead() == 0.0
-    assert one.overhead() > 0.07
+    assert single.overhead() > 0.07
 
 
 def test_a_shard_size_of_a_multiple_of_the_row_lets_one_tensor_span_all_shards():
@@ -404,11 +404,11 @@ def test_the_golden_plans_load_as_valid_layouts():
         assert Layout.from_json(json.dumps(entry["layout"])).fingerprint == entry["fingerprint"]
 
 
-@pytest.mark.parametrize("place", ["module", "readme"])
-def test_the_documented_picture_is_what_the_layout_prints(place):
+@pytest.mark.parametrize("where", ["module", "readme"])
+def test_the_documented_picture_is_what_the_layout_prints(where):
     plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
     readme = Path(bridge.core.sharding.__file__).with_name("README.md").read_text()
-    text = bridge.core.sharding.layout.layout.__doc__ or "" if place == "module" else readme
+    text = bridge.core.sharding.layout.layout.__doc__ or "" if where == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
     printed = repr(plan).splitlines()
     start = documented.index(printed[0])
@@ -421,7 +421,7 @@ def test_the_text_is_drawn_to_scale_for_every_buffer():
     letters = dict(zip("abcde", golden.WORKED_EXAMPLE, strict=True))
     for rank, line in enumerate(lines):
         drawn = line.split("|")[1:-1]
-        assert [len(one) for one in drawn] == list(plan.shard_sizes)
+        assert [len(line) for line in drawn] == list(plan.shard_sizes)
         ranges = plan.row_ranges(rank)
         for letter, name in letters.items():
             r0, r1 = ranges[name]
@@ -503,10 +503,11 @@ def test_bad_input_raises_with_what_was_expected_and_found(arguments, message):
     ],
 )
 def test_a_layout_that_breaks_a_guarantee_cannot_be_made(change, message):
-    def slots(places):
+    def slots(placements):
         shapes = {"a": (4, 5), "b": (3,), "c": (4,)}
         return tuple(
-            Slot(name, shape, *place) for (name, shape), place in zip(shapes.items(), places, strict=True)
+            Slot(name, shape, *placement)
+            for (name, shape), placement in zip(shapes.items(), placements, strict=True)
         )
 
     plan = Layout(2, (15, 2), slots([(1, 0, 0), (1, 0, 20), (1, 1, 0)]))

@@ -62,8 +62,8 @@ def unit_of(shape: tuple[int, ...], granularity: str, rows: int) -> int:
     block = row * (rows if granularity == "block" else int(granularity.removeprefix("block(")[:-1]))
     matrix = math.prod(shape[-2:])
     # One matrix may end in a short block; of several, all are cut alike.
-    one = matrix == math.prod(shape)
-    return min(block, matrix) if one or matrix % block == 0 else matrix
+    is_matrix = matrix == math.prod(shape)
+    return min(block, matrix) if is_matrix or matrix % block == 0 else matrix
 
 
 def assert_guarantees(layout: bridge.core.sharding.Layout, arguments: dict[str, Any]) -> None:
@@ -312,14 +312,14 @@ def test_both_planners_accept_the_same_edited_layouts(arguments, data):
             value["num_shards"] = max(1, value["num_shards"] + data.draw(st.integers(-1, 1)))
         elif field != "shard":
             slot[field] += data.draw(st.integers(-3, 3))
-    found = []
+    read_back = []
     for module in (bridge.core.sharding, second_planner):
         try:
-            found.append(json.loads(module.Layout.from_json(json.dumps(value)).to_json()))
+            read_back.append(json.loads(module.Layout.from_json(json.dumps(value)).to_json()))
         except ValueError:
-            found.append(None)
-    assert found[0] == found[1]
-    assert found[0] in (None, value)
+            read_back.append(None)
+    assert read_back[0] == read_back[1]
+    assert read_back[0] in (None, value)
 
 
 @pytest.mark.parametrize("module", [bridge.core.sharding, second_planner])

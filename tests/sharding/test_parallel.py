@@ -38,15 +38,15 @@ def parse(mesh: str, parallel: str) -> ShardingPolicy:
 
 @pytest.mark.parametrize("name", [*MODEL_AXES, "TP", "Expert"])
 def test_axes_of_models_are_told_from_data_parallel_ones_by_name(name: str) -> None:
-    found = policy(**{"outer": 2, "dp": "all", name: 4})
-    assert found.data_axes == ("outer", "dp")
-    assert found.model_axes == (name,)
-    assert found.mesh_sizes(16) == {"outer": 2, "dp": 2, name: 4}
-    assert found.data_ranks(16) == 4
+    sharding = policy(**{"outer": 2, "dp": "all", name: 4})
+    assert sharding.data_axes == ("outer", "dp")
+    assert sharding.model_axes == (name,)
+    assert sharding.mesh_sizes(16) == {"outer": 2, "dp": 2, name: 4}
+    assert sharding.data_ranks(16) == 4
     with pytest.raises(
         PolicyError, match=r"expected axes of 12 devices in all, got outer = 2 x dp = \"all\""
     ):
-        found.mesh_sizes(12)
+        sharding.mesh_sizes(12)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_strategies_and_placements_speak_of_data_parallel_axes_only() -> None:
 def test_an_axis_over_which_nothing_is_cut_is_an_error() -> None:
     policy(UP, dp=2, tp=2).check_model_axes()
     policy(dp=2, tp=2).check_model_axes({"tp"})
-    for found in (policy(dp=2, tp=2), policy(UP, **MESH)):
-        axis = found.model_axes[-1]
+    for sharding in (policy(dp=2, tp=2), policy(UP, **MESH)):
+        axis = sharding.model_axes[-1]
         with pytest.raises(PolicyError) as caught:
-            found.check_model_axes({"other"})
+            sharding.check_model_axes({"other"})
         message = str(caught.value)
         assert message.startswith(f"policy: [mesh] {axis}: nothing is cut over {axis!r}")
         assert f'expected a [[parallel]] entry with match, axis = "{axis}" and style' in message
@@ -149,13 +149,13 @@ def test_an_axis_over_which_nothing_is_cut_is_an_error() -> None:
 
 def test_entries_find_modules_and_parameters() -> None:
     weight = ParallelPolicy(("layers.1.*", "layers.*.up.weight"), "ep", dimension=1)
-    found = policy(UP, weight).parallel_of(PATHS)
-    assert found == {
+    entries = policy(UP, weight).parallel_of(PATHS)
+    assert entries == {
         "layers.0.up": (UP,),
         "layers.0.up.weight": (weight,),
         "layers.1.up": (UP, weight),
     }
-    assert list(found) == ["layers.0.up", "layers.0.up.weight", "layers.1.up"]
+    assert list(entries) == ["layers.0.up", "layers.0.up.weight", "layers.1.up"]
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_ranks_have_equal_parts_of_each_fused_tensor(fused: list[int], ranks: in
         [index for start, stop in local_ranges(size, cut, ranks, rank) for index in range(start, stop)]
         for rank in range(ranks)
     ]
-    assert {len(one) for one in held} == {local_shape((3, size), [cut], {"tp": ranks})[1]}
+    assert {len(indices) for indices in held} == {local_shape((3, size), [cut], {"tp": ranks})[1]}
     assert sorted(itertools.chain(*held)) == list(range(size))
     start = 0
     for part in fused or [1]:
         stop = start + part * ranks * unit
-        per_rank = [[index for index in one if start <= index < stop] for one in held]
+        per_rank = [[index for index in indices if start <= index < stop] for indices in held]
         assert list(itertools.chain(*per_rank)) == list(range(start, stop))
-        assert {len(one) for one in per_rank} == {part * unit}
+        assert {len(indices) for indices in per_rank} == {part * unit}
         start = stop
 
 

@@ -63,8 +63,8 @@ def test_units_are_those_of_the_vectors(case: golden.UnitsCase) -> None:
             policy.units_of(case.paths)
         assert [part for part in case.error if part not in str(caught.value)] == [], str(caught.value)
     else:
-        found = policy.units_of(iter(case.paths))
-        assert [[path, unit.match] for path, unit in found.items()] == case.units
+        units = policy.units_of(iter(case.paths))
+        assert [[path, unit.match] for path, unit in units.items()] == case.units
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -148,8 +148,8 @@ def test_all_takes_what_the_other_axis_leaves() -> None:
         ({"outer": 3, "inner": "all"}, 6, [3, 2]),
         ({"outer": 2, "inner": 2}, 4, [2, 2]),
     ):
-        found = ShardingPolicy((ROOT,), mesh).mesh_sizes(devices)
-        assert list(found.items()) == list(zip(mesh, sizes, strict=True))
+        mesh_sizes = ShardingPolicy((ROOT,), mesh).mesh_sizes(devices)
+        assert list(mesh_sizes.items()) == list(zip(mesh, sizes, strict=True))
     for mesh, devices, axes in (
         ({"dp": "all"}, 0, 'dp = "all"'),
         ({"dp": "all"}, -4, 'dp = "all"'),
@@ -163,7 +163,7 @@ def test_all_takes_what_the_other_axis_leaves() -> None:
 
 
 def test_what_cannot_be_read_is_an_error_that_names_the_examples(tmp_path: Path) -> None:
-    for given_, reason in (
+    for source, reason in (
         ("absent", "No such file"),
         (tmp_path, "Is a directory"),
         ("../policies/fsdp", "No such file"),
@@ -171,8 +171,8 @@ def test_what_cannot_be_read_is_an_error_that_names_the_examples(tmp_path: Path)
     ):
         message = f"expected a TOML file or one of {', '.join(SHIPPED)}, got: {reason}"
         with pytest.raises(PolicyError, match=message) as caught:
-            ShardingPolicy.load(given_)
-        assert str(caught.value).startswith(f"{given_}: ")
+            ShardingPolicy.load(source)
+        assert str(caught.value).startswith(f"{source}: ")
     (tmp_path / "bytes.toml").write_bytes(b"# \xe9")
     with pytest.raises(PolicyError, match="line 1: expected a TOML file in UTF-8, got byte 0xe9"):
         ShardingPolicy.load(tmp_path / "bytes.toml")
@@ -249,14 +249,14 @@ def test_every_module_is_a_unit_of_the_first_pattern_that_matches_it(
             if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
                 first.setdefault(path, pattern)
     policy = ShardingPolicy(tuple(UnitPolicy(match) for match in [*patterns, ""]))
-    if unused := [number for number, one in enumerate(patterns, 1) if one not in first.values()]:
+    if unused := [number for number, pattern in enumerate(patterns, 1) if pattern not in first.values()]:
         with pytest.raises(
             PolicyError, match=re.escape(f"policy: [[unit]] {unused[0]}: match: expected modules")
         ):
             policy.units_of(paths)
     else:
-        found = {path: unit.match for path, unit in policy.units_of(paths).items()}
-        assert list(found.items()) == [*first.items(), ("", "")]
+        matches = {path: unit.match for path, unit in policy.units_of(paths).items()}
+        assert list(matches.items()) == [*first.items(), ("", "")]
 
 
 KEYS = [
@@ -353,23 +353,25 @@ def is_legal_precision(precision: dict[str, Any]) -> bool:
 
 
 def is_legal_unit(unit: dict[str, Any], axes: int) -> bool:
-    kinds = {"parameters": "replicate", "gradients": "partial", "optimizer": "replicate"}
+    unsharded = {"parameters": "replicate", "gradients": "partial", "optimizer": "replicate"}
     match, strategy = unit.get("match"), unit.get("strategy", "optim")
-    placed = [kind for kind in kinds if kind in unit]
+    placed = [key for key in unsharded if key in unit]
     if placed:
-        words = [unit.get(kind) for kind in kinds]
-        if "strategy" in unit or not all(isinstance(one, list) and len(one) == axes for one in words):
+        words = [unit.get(key) for key in unsharded]
+        if "strategy" in unit or not all(
+            isinstance(placement, list) and len(placement) == axes for placement in words
+        ):
             return False
-        depths = [one.count("shard") for one in words]
+        depths = [placement.count("shard") for placement in words]
         # The sharded axes are the innermost ones.
         if words != [
-            [word] * (axes - n) + ["shard"] * n for word, n in zip(kinds.values(), depths, strict=True)
+            [word] * (axes - n) + ["shard"] * n for word, n in zip(unsharded.values(), depths, strict=True)
         ]:
             return False
         if depths != sorted(depths):
             return False
     return (
-        set(unit) <= {"match", "strategy", *kinds, "granularity", "recompute", "align"}
+        set(unit) <= {"match", "strategy", *unsharded, "granularity", "recompute", "align"}
         and is_legal_align(unit.get("align", 1))
         and isinstance(match, str)
         and "/" not in match
@@ -400,8 +402,8 @@ def toml_of(table: dict[str, Any]) -> str:
 def test_any_file_is_read_or_refused_as_the_readme_says(
     mesh: Any, precision: Any, units: list[dict[str, Any]], align: Any, prefetch: Any
 ) -> None:
-    given_ = {"align": align, "prefetch": prefetch}
-    keys = {key: value for key, value in given_.items() if value is not None}
+    options = {"align": align, "prefetch": prefetch}
+    keys = {key: value for key, value in options.items() if value is not None}
     text = "" if mesh is None and not keys else "[mesh]\n" + toml_of(mesh or {})
     if keys:
         text += toml_of(keys)
@@ -417,18 +419,18 @@ def test_any_file_is_read_or_refused_as_the_readme_says(
     policy = ShardingPolicy.parse(text)
     assert dict(policy.axes) == (mesh or {"dp": "all"})
     assert [unit.match for unit in policy.units] == [*(unit["match"] for unit in units), ""]
-    for unit, given_ in zip(policy.units, units, strict=False):
-        words = [given_.get(kind) for kind in ("parameters", "gradients", "optimizer")]
-        chosen = STRATEGIES[given_.get("strategy", "optim_grads_params")]
+    for unit, table in zip(policy.units, units, strict=False):
+        words = [table.get(key) for key in ("parameters", "gradients", "optimizer")]
+        chosen = STRATEGIES[table.get("strategy", "optim_grads_params")]
         depths = (
-            [one.count("shard") for one in words]
+            [placement.count("shard") for placement in words]
             if all(words)
             else [chosen.parameters, chosen.gradients, chosen.optimizer]
         )
         assert [unit.chosen.parameters, unit.chosen.gradients, unit.chosen.optimizer] == depths
-        assert unit.granularity == given_.get("granularity", "row")
-        assert unit.recompute == given_.get("recompute", False)
-        assert policy.align_of(unit) == given_.get("align", policy.align)
+        assert unit.granularity == table.get("granularity", "row")
+        assert unit.recompute == table.get("recompute", False)
+        assert policy.align_of(unit) == table.get("align", policy.align)
     assert align is None or policy.align == align
     assert policy.prefetch == prefetch
     assert policy.precision == PrecisionPolicy(**(precision or {}))

@@ -17,12 +17,14 @@ def test_placements_are_legal_exactly_when_inner_axes_are_sharded_first_and_the_
             for kept in ("replicate", "partial", "replicate")
         ]
         for chosen in itertools.product(*words):
-            depths = [one.count("shard") for one in chosen]
-            inner = all("shard" not in one[: axes - n] for one, n in zip(chosen, depths, strict=True))
+            depths = [placement.count("shard") for placement in chosen]
+            inner = all(
+                "shard" not in placement[: axes - n] for placement, n in zip(chosen, depths, strict=True)
+            )
             if inner and depths == sorted(depths):
-                found = Placements(*chosen)
-                assert (found.parameters, found.gradients, found.optimizer) == chosen
-                strategy = found.strategy
+                placements = Placements(*chosen)
+                assert (placements.parameters, placements.gradients, placements.optimizer) == chosen
+                strategy = placements.strategy
                 assert [strategy.parameters, strategy.gradients, strategy.optimizer] == depths
                 assert strategy.shard_parameters == (depths[0] > 0)
             else:
@@ -65,8 +67,8 @@ def test_a_strategy_that_does_not_fit_the_mesh_is_refused() -> None:
         ValueError, match=r"strategy 'hsdp': expected a mesh of two axes \(outer, inner\), got 1"
     ):
         check_axes(strategy_named("hsdp"), None, 1)
-    one = Placements("shard", "shard", "shard")
+    placements = Placements("shard", "shard", "shard")
     with pytest.raises(ValueError, match="expected one entry for each of the 2 mesh axes, got 1"):
-        check_axes(one.strategy, one, 2)
+        check_axes(placements.strategy, placements, 2)
     with pytest.raises(ValueError, match=r"strategy: expected one of no_shard, optim, .*, got 'zero9'"):
         strategy_named("zero9")

@@ -23,9 +23,9 @@ _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 def free_port() -> int:
     """A port that nobody listens at, for the moment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 @contextmanager

@@ -37,11 +37,11 @@ def tree_seconds() -> float:
         pid = int(stat.parent.name)
         children[int(fields[1])].append(pid)
         ticks[pid] = sum(map(int, fields[11:15]))
-    found, total = [os.getpid()], 0
-    while found:
-        pid = found.pop()
+    waiting, total = [os.getpid()], 0
+    while waiting:
+        pid = waiting.pop()
         total += ticks.get(pid, 0)
-        found += children[pid]
+        waiting += children[pid]
     return total / TICKS
 
 

@@ -35,16 +35,16 @@ def compose(request: Any, response: Any, storage: Any, *_: Any, **__: Any) -> No
         return
     parts, components = [], 0
     for source in wanted:
-        found = _object(storage, bucket, source["name"])
-        if found is None or source.get("generation", found["generation"]) != found["generation"]:
+        stored = _object(storage, bucket, source["name"])
+        if stored is None or source.get("generation", stored["generation"]) != stored["generation"]:
             _refuse(response, HTTPStatus.NOT_FOUND, f"Object {source['name']} not found")
             return
         match = source.get("objectPreconditions", {}).get("ifGenerationMatch")
-        if match is not None and str(match) != found["generation"]:
+        if match is not None and str(match) != stored["generation"]:
             _refuse(response, HTTPStatus.PRECONDITION_FAILED, "Precondition Failed")
             return
         parts.append(storage.get_file(bucket, source["name"]))
-        components += int(found.get("componentCount", 1))
+        components += int(stored.get("componentCount", 1))
     there = _object(storage, bucket, name)
     match = request.query.get("ifGenerationMatch", [None])[0]
     if match is not None and match != (there["generation"] if there else "0"):

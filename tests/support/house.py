@@ -97,17 +97,17 @@ def rooms() -> list[str]:
 
 def arrows(room: str) -> dict[str, dict[str, list[str]]]:
     """By child of ``room``, a module or a room, the children that it imports, each with the imports."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_child: dict[str, dict[str, list[str]]] = {}
     for module, others in imports().items():
         child = _child(room, module)
         if child is None:
             continue
-        targets = found.setdefault(child, {})
+        targets = by_child.setdefault(child, {})
         for other in others:
             target = _child(room, other)
             if target not in (None, child):
                 targets.setdefault(target, []).append(f"{module} imports {other}")
-    return found
+    return by_child
 
 
 def _child(room: str, module: str) -> str | None:
@@ -128,7 +128,7 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -144,12 +144,12 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
             members = stack[position:]
             del stack[position:]
             if len(members) > 1:
-                found.append(sorted(members))
+                groups.append(sorted(members))
 
     for node in graph:
         if node not in index:
             visit(node)
-    return found
+    return groups
 
 
 def functions(module: str) -> Iterable[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -169,6 +169,6 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Parameters that a caller gives."""
-    given = function.args
-    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    arguments = function.args
+    names = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))

@@ -188,8 +188,8 @@ class Ended:
     @property
     def told(self) -> int:
         """The last step that a process knew to be complete."""
-        found = [int(line) for path in self.log.glob("told-*") for line in path.read_text().split()]
-        return max(found, default=0)
+        told = [int(line) for path in self.log.glob("told-*") for line in path.read_text().split()]
+        return max(told, default=0)
 
 
 def arrays_of(step: Path) -> dict[str, np.ndarray]:
@@ -220,11 +220,11 @@ class Reference:
             report = verify(path)
             assert report.good, (path, report.problems)
             assert report.manifest, path
-            found = arrays_of(path)
+            arrays = arrays_of(path)
             # Steps that the undisturbed run removed are compared with each other.
-            expected = self.steps.setdefault(step, found)
-            assert found.keys() == expected.keys()
-            assert all(found[name].tobytes() == expected[name].tobytes() for name in expected), path
+            expected = self.steps.setdefault(step, arrays)
+            assert arrays.keys() == expected.keys()
+            assert all(arrays[name].tobytes() == expected[name].tobytes() for name in expected), path
         return list(steps)
 
 
@@ -249,10 +249,10 @@ def check_killed(
     assert len(steps) >= min(KEPT, ended.told), (steps, ended.told)
     again = zygote.run(folder, world)
     assert again.codes == [0] * world, (again.codes, again.hung, again.error)
-    found = reference.assert_intact(run)
-    assert found[-KEPT:] == sorted(reference.steps)[-KEPT:]
+    kept = reference.assert_intact(run)
+    assert kept[-KEPT:] == sorted(reference.steps)[-KEPT:]
     # Killed after the last step was complete and before older ones were removed: the next run had nothing to save.
-    assert len(found) == KEPT or max(steps, default=0) == STEPS, found
+    assert len(kept) == KEPT or max(steps, default=0) == STEPS, kept
     # The next run has removed what the killed one left.
     left = [name for name in os.listdir(run) if not re.fullmatch(r"\d+", name)]
     assert not left or max(steps, default=0) == STEPS, left

@@ -47,20 +47,20 @@ MUTATIONS = [
 ]
 
 
-def place(mutation: Mutation, root: Path) -> Path:
+def file_of(mutation: Mutation, root: Path) -> Path:
     """The file to change. ``LookupError`` where the text is not in exactly one place."""
     where = root / mutation.where
     files = [where] if where.is_file() else sorted(where.rglob("*.py"))
-    found = [file for file in files for _ in range(file.read_text().count(mutation.old))]
-    if len(found) != 1:
-        raise LookupError(f"expected the text in one place, found it in {len(found)}")
-    return found[0]
+    holders = [file for file in files for _ in range(file.read_text().count(mutation.old))]
+    if len(holders) != 1:
+        raise LookupError(f"expected the text in one place, found it in {len(holders)}")
+    return holders[0]
 
 
 def verdict(mutation: Mutation, root: Path, every: bool) -> str:
     """``red`` with the test that failed first, and passes without the fault; or why not."""
     try:
-        file = place(mutation, root)
+        file = file_of(mutation, root)
     except LookupError as error:
         return f"ABSENT ({error})"
     tests = [f"tests/{test}" for test in mutation.tests.split()]
@@ -92,12 +92,12 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--all", action="store_true")
-    given = parser.parse_args()
-    chosen = [m for m in MUTATIONS if not given.words or any(word in str(m) for word in given.words)]
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not options.words or any(word in str(m) for word in options.words)]
     copies: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-        for number in range(given.jobs):
+        for number in range(options.jobs):
             copy = Path(scratch) / str(number)
             copy.mkdir()
             files = subprocess.run(
@@ -109,12 +109,12 @@ def main() -> int:
         def run(mutation: Mutation) -> str:
             copy = copies.get()
             try:
-                return verdict(mutation, copy, given.all)
+                return verdict(mutation, copy, options.all)
             finally:
                 copies.put(copy)
 
         verdicts = []
-        with ThreadPoolExecutor(given.jobs) as pool:
+        with ThreadPoolExecutor(options.jobs) as pool:
             for mutation, said in zip(chosen, pool.map(run, chosen), strict=True):
                 print(f"{said}\n    {mutation}", flush=True)
                 verdicts.append(said)

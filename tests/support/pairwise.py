@@ -48,7 +48,7 @@ def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
         if mark := item.get_closest_marker("fast_cases"):
             matrices[item.nodeid.partition("[")[0], mark.args].append(item)
     for (test, ids), cases in matrices.items():
-        others = [item for item in cases if item.nodeid not in {f"{test}[{one}]" for one in ids}]
+        others = [item for item in cases if item.nodeid not in {f"{test}[{case_id}]" for case_id in ids}]
         if len(others) + len(ids) == len(cases):
             for item in others:
                 item.add_marker("slow")

@@ -36,12 +36,12 @@ def turn(shares: int) -> int:
 
 def shares_of(counts: Mapping[str, int], shares: int) -> dict[str, int]:
     """By test file, its share: each file, the largest first, goes to the share with the fewest tests so far."""
-    loads, found = [0] * shares, {}
+    loads, share_of = [0] * shares, {}
     for file in sorted(counts, key=lambda file: (-counts[file], file)):
         share = loads.index(min(loads))
         loads[share] += counts[file]
-        found[file] = share
-    return found
+        share_of[file] = share
+    return share_of
 
 
 # Last: the marks of slow cases are set before, and pytest deselects by them.

@@ -40,40 +40,40 @@ def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
 
     Of callables those keywords that may be left out: what must be given is the half's own way to name a model.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for name in module.__all__:
         value = getattr(module, name)
-        found.add(name)
-        found.update(f"{name}({keyword}=)" for keyword in extra.get(name, []))
+        names.add(name)
+        names.update(f"{name}({keyword}=)" for keyword in extra.get(name, []))
         if inspect.isclass(value):
             if _has_members(name, value):
-                found.update(f"{name}.{member}" for member in _members(value, module))
+                names.update(f"{name}.{member}" for member in _members(value, module))
             if not _is_shared(value):
-                found.update(f"{name}({keyword}=)" for keyword in _keywords(value) - _fields(value))
+                names.update(f"{name}({keyword}=)" for keyword in _keywords(value) - _fields(value))
         elif callable(value):
-            found.update(f"{name}({keyword}=)" for keyword in _keywords(value))
-    return found
+            names.update(f"{name}({keyword}=)" for keyword in _keywords(value))
+    return names
 
 
-def _has_members(name: str, kind: type) -> bool:
+def _has_members(name: str, class_: type) -> bool:
     """Whether a user calls or sets the parts of a class; those of results are read, as the half's own words say it."""
-    return not _is_shared(kind) and name.endswith(("Module", "Manager", "Policy", "Save"))
+    return not _is_shared(class_) and name.endswith(("Module", "Manager", "Policy", "Save"))
 
 
-def _members(kind: type, module: ModuleType) -> set[str]:
+def _members(class_: type, module: ModuleType) -> set[str]:
     """Public methods and fields that the half itself defines."""
-    own = [base for base in kind.__mro__ if base.__module__.startswith(module.__name__)]
+    own = [base for base in class_.__mro__ if base.__module__.startswith(module.__name__)]
     defined = {name for base in own for name in vars(base) if not name.startswith("_")}
-    return defined | _fields(kind)
+    return defined | _fields(class_)
 
 
-def _fields(kind: type) -> set[str]:
-    return set(getattr(kind, "__dataclass_fields__", {}))
+def _fields(class_: type) -> set[str]:
+    return set(getattr(class_, "__dataclass_fields__", {}))
 
 
-def _is_shared(kind: type) -> bool:
+def _is_shared(class_: type) -> bool:
     """Whether both halves have the very same class."""
-    return kind.__module__.startswith("bridge")
+    return class_.__module__.startswith("bridge")
 
 
 def _keywords(value: Any) -> set[str]:
@@ -82,7 +82,11 @@ def _keywords(value: Any) -> set[str]:
     except ValueError:
         return set()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in parameters if one.kind not in variadic and one.default is not one.empty}
+    return {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in variadic and parameter.default is not parameter.empty
+    }
 
 
 def table(rows: tuple[Row, ...]) -> str:

@@ -57,10 +57,10 @@ class Package:
     def _fetch(self, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             archive = self._download(Path(scratch))
-            found = hashlib.sha256(archive.read_bytes()).hexdigest()
-            if found != self.sha256:
+            digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+            if digest != self.sha256:
                 raise ValueError(
-                    f"{archive.name}: expected sha256 {self.sha256}, got {found}: either the index serves another "
+                    f"{archive.name}: expected sha256 {self.sha256}, got {digest}: either the index serves another "
                     "file, or tests/support/third_party.py pins the wrong one"
                 )
             unpacked = Path(scratch) / "unpacked"
@@ -69,9 +69,9 @@ class Package:
             unpacked.rename(target)
 
     def _download(self, folder: Path) -> Path:
-        kind = ["--no-binary", ":all:"] if self.source else ["--only-binary", ":all:"]
+        forms = ["--no-binary", ":all:"] if self.source else ["--only-binary", ":all:"]
         command = [sys.executable, "-m", "pip", "--quiet", "--retries", "1", "--timeout", "20", "download"]
-        command += ["--no-deps", *kind, "--dest", str(folder), f"{self.name}=={self.version}"]
+        command += ["--no-deps", *forms, "--dest", str(folder), f"{self.name}=={self.version}"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
         except subprocess.CalledProcessError as error:

@@ -66,8 +66,8 @@ def main(ends: list[str]) -> int:
         print(interpreter(ends[1]))
         return 0
     failed = [f"{end}: {step}" for end in ends or list(INSTALL) for step in run(end)]
-    for one in failed:
-        print(f"failed: {one}", file=sys.stderr)
+    for failure in failed:
+        print(f"failed: {failure}", file=sys.stderr)
     return bool(failed)
 
 
@@ -113,11 +113,11 @@ def interpreter(end: str) -> str:
     Raises SystemExit when there is none.
     """
     version, variable = PYTHONS[end], f"PYTHON_{end.upper()}"
-    given = os.environ.get(variable)
-    tried = [given] if given else list(_candidates(version))
+    chosen = os.environ.get(variable)
+    tried = [chosen] if chosen else list(_candidates(version))
     for command in tried:
         # pyenv's shims are found, and then fail for versions that are not chosen.
-        if _runs(command, None if given else version):
+        if _runs(command, None if chosen else version):
             return command
     raise SystemExit(
         f"Python {version}: expected an interpreter that runs, found none among {', '.join(tried)}; name one by "
@@ -135,12 +135,12 @@ def _candidates(version: str) -> Iterator[str]:
 def _runs(command: str, version: str | None) -> bool:
     if shutil.which(command) is None:
         return False
-    found = subprocess.run(
+    completed = subprocess.run(
         [command, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"],
         capture_output=True,
         text=True,
     )
-    return found.returncode == 0 and version in (None, found.stdout.strip())
+    return completed.returncode == 0 and version in (None, completed.stdout.strip())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def checked_shapes(
     shapes: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]],
 ) -> dict[str, Shape]:
     """``{name: shape}`` in the order given. Raises ``ValueError`` for what is no name or shape, or a name twice."""
-    found: dict[str, Shape] = {}
+    checked: dict[str, Shape] = {}
     if not isinstance(shapes, Iterable):
         raise ValueError(f"layout: expected a mapping or pairs of names and shapes, got {shapes!r}")
     for pair in shapes.items() if isinstance(shapes, Mapping) else shapes:
@@ -40,7 +40,7 @@ def checked_shapes(
         name, shape = pair[0], tuple(pair[1])
         if not isinstance(name, str):
             raise ValueError(f"layout: expected parameter names that are strings, got {name!r}")
-        if name in found:
+        if name in checked:
             raise ValueError(f"layout: expected each parameter once, got {name!r} more than once")
         for size in shape:
             if not is_int(size):
@@ -49,8 +49,8 @@ def checked_shapes(
                 )
             if size < 0:
                 raise ValueError(f"parameter {name!r}: expected dimensions >= 0, got shape {shape}")
-        found[name] = shape
-    return found
+        checked[name] = shape
+    return checked
 
 
 def block_rows(granularity: str, rows: int) -> int | None:

@@ -253,8 +253,8 @@ def plan_layout(
 
 def _fields(what: str, value: Any, expected: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != expected:
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{what}: expected an object with {sorted(expected)}, got {found}")
+        actual = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{what}: expected an object with {sorted(expected)}, got {actual}")
     return value
 
 

@@ -100,9 +100,9 @@ def _plan(
 
     aligned, below = None, solution.total
     for tried in [units] if coarse == units else [units, coarse]:
-        found = pack_aligned(numels, tried, num_shards, below, align)
-        if found is not None:
-            aligned, below = found, found[0]
+        packed = pack_aligned(numels, tried, num_shards, below, align)
+        if packed is not None:
+            aligned, below = packed, packed[0]
     if aligned is not None:
         return (aligned[0],), [(0, offset) for offset in aligned[1]]
 

@@ -70,7 +70,7 @@ def expected_orbax(arrays: Mapping[str, np.ndarray], *, stacked: bool = False) -
         layers: dict[str, list[np.ndarray]] = {}
         for i in range(LAYERS):
             layer = f"layers.{i}."
-            kinds = {
+            of_layer = {
                 "attention_norm/scale": get(layer + "attention_norm.weight"),
                 "mlp_norm/scale": get(layer + "mlp_norm.weight"),
                 "mlp/gate/kernel": get(layer + "mlp.w13.weight")[:FF].T,
@@ -80,12 +80,12 @@ def expected_orbax(arrays: Mapping[str, np.ndarray], *, stacked: bool = False) -
             }
             for torch_name, jax_name in (("wq", "query"), ("wk", "key"), ("wv", "value")):
                 weight = get(f"{layer}attention.{torch_name}.weight")
-                kinds[f"attention/{jax_name}/kernel"] = weight.T.reshape(D, -1, HEAD_DIM)
-            for kind, array in kinds.items():
-                layers.setdefault(kind, []).append(array)
-        for kind, members in layers.items():
+                of_layer[f"attention/{jax_name}/kernel"] = weight.T.reshape(D, -1, HEAD_DIM)
+            for name, array in of_layer.items():
+                layers.setdefault(name, []).append(array)
+        for name, members in layers.items():
             if stacked:
-                result[f"{prefix}layers/{kind}"] = np.stack(members)
+                result[f"{prefix}layers/{name}"] = np.stack(members)
             else:
-                result |= {f"{prefix}layers/{i}/{kind}": array for i, array in enumerate(members)}
+                result |= {f"{prefix}layers/{i}/{name}": array for i, array in enumerate(members)}
     return {name: np.asarray(array, order="C") for name, array in result.items()}

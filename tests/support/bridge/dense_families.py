@@ -78,17 +78,17 @@ def family_of(name: str) -> str:
 
 
 def dense_config(name: str, **changes: Any) -> transformers.PreTrainedConfig:
-    kind, values = MODELS[name]
-    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    stem, values = MODELS[name]
+    config_class = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
     return config_class(**copy.deepcopy(values | changes))
 
 
 def dense_model(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A float32 model in which every parameter is random, biases and norms included, and matters to the logits."""
-    kind, config = MODELS[name][0], dense_config(name, **changes)
+    stem, config = MODELS[name][0], dense_config(name, **changes)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    randomize(model, seed, centre=0.0 if kind == "Gemma3" else 1.0)
+    model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    randomize(model, seed, centre=0.0 if stem == "Gemma3" else 1.0)
     return model
 
 
@@ -109,8 +109,8 @@ def hand_made_tree(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
     state = {key: value.detach().numpy() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    kinds = {"gpt_neox": _gpt_neox, "falcon": _falcon}
-    return dict(kinds.get(family_of(name), _llama_like)(model, state))
+    writers = {"gpt_neox": _gpt_neox, "falcon": _falcon}
+    return dict(writers.get(family_of(name), _llama_like)(model, state))
 
 
 _PARTS = {"q": "query", "k": "key", "v": "value"}
@@ -174,21 +174,21 @@ def _gpt_neox(model: Any, state: Arrays) -> Named:
     yield "embed/embedding", state["gpt_neox.embed_in.weight"]
     if "lm_head.weight" in state:
         yield "lm_head/kernel", state["lm_head.weight"].T
-    for kind, ours in (("weight", "scale"), ("bias", "bias")):
-        yield f"norm/{ours}", state[f"gpt_neox.final_layer_norm.{kind}"]
+    for suffix, ours in (("weight", "scale"), ("bias", "bias")):
+        yield f"norm/{ours}", state[f"gpt_neox.final_layer_norm.{suffix}"]
     for i in range(config.num_hidden_layers):
         theirs, at = f"gpt_neox.layers.{i}.", f"layers/{i}/"
         for norm, our in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             yield f"{at}{our}/scale", state[f"{theirs}{norm}.weight"]
             yield f"{at}{our}/bias", state[f"{theirs}{norm}.bias"]
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
-            fused = state.get(f"{theirs}attention.query_key_value.{kind}")
+        for suffix, leaf in (("weight", "kernel"), ("bias", "bias")):
+            fused = state.get(f"{theirs}attention.query_key_value.{suffix}")
             if fused is not None:
                 # As the forward has it: a head's query, key and value side by side.
                 tokens = torch.from_numpy(fused.T.reshape(-1, heads, 3 * (len(fused) // heads // 3)))
                 for part, chunk in zip(_PARTS.values(), tokens.chunk(3, dim=-1), strict=True):
                     array = chunk.numpy()
-                    yield f"{at}attention/{part}/{leaf}", array if kind == "weight" else array[0]
+                    yield f"{at}attention/{part}/{leaf}", array if suffix == "weight" else array[0]
         size = config.hidden_size // heads
         yield at + "attention/out/kernel", _out(state[theirs + "attention.dense.weight"], size)
         if f"{theirs}attention.dense.bias" in state:
@@ -202,8 +202,8 @@ def _falcon(model: Any, state: Arrays) -> Named:
     yield "embed/embedding", state["transformer.word_embeddings.weight"]
     if "lm_head.weight" in state:
         yield "lm_head/kernel", state["lm_head.weight"].T
-    for kind, ours in (("weight", "scale"), ("bias", "bias")):
-        yield f"norm/{ours}", state[f"transformer.ln_f.{kind}"]
+    for suffix, ours in (("weight", "scale"), ("bias", "bias")):
+        yield f"norm/{ours}", state[f"transformer.ln_f.{suffix}"]
     norms = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
     norms |= {"ln_attn": "attention_norm", "ln_mlp": "mlp_norm"}
     for i in range(config.num_hidden_layers):
@@ -213,8 +213,8 @@ def _falcon(model: Any, state: Arrays) -> Named:
                 yield f"{at}{our}/scale", state[f"{theirs}{norm}.weight"]
                 yield f"{at}{our}/bias", state[f"{theirs}{norm}.bias"]
         split = model.transformer.h[i].self_attention._split_heads
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
-            fused = state.get(f"{theirs}self_attention.query_key_value.{kind}")
+        for suffix, leaf in (("weight", "kernel"), ("bias", "bias")):
+            fused = state.get(f"{theirs}self_attention.query_key_value.{suffix}")
             if fused is None:
                 continue
             tokens = torch.from_numpy(np.atleast_2d(fused.T).copy())[None]
@@ -224,7 +224,7 @@ def _falcon(model: Any, state: Arrays) -> Named:
                 each = config.num_attention_heads // config.num_kv_heads
                 key, value = key[:, ::each], value[:, ::each]
             for part, array in (("query", query), ("key", key), ("value", value)):
-                yield f"{at}attention/{part}/{leaf}", array if kind == "weight" else array[0]
+                yield f"{at}attention/{part}/{leaf}", array if suffix == "weight" else array[0]
         yield at + "attention/out/kernel", _out(state[theirs + "self_attention.dense.weight"], size)
         if f"{theirs}self_attention.dense.bias" in state:
             yield at + "attention/out/bias", state[theirs + "self_attention.dense.bias"]

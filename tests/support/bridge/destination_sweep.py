@@ -123,7 +123,7 @@ class Sweep:
         return self.outcome({"status": done.returncode, "said": done.stderr, "printed": done.stdout})
 
     def all(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"in a process": self.in_a_process()}
+        outcomes: dict[str, Any] = {"in a process": self.in_a_process()}
         clear(self.mount)
         for case, points in (
             (self.vanished, LEFT),
@@ -131,11 +131,11 @@ class Sweep:
             (self.no_more_files, range(12)),
             (self.resumed, LEFT),
         ):
-            found[case.__name__] = []
+            outcomes[case.__name__] = []
             for left in points:
-                found[case.__name__].append(case(left))
+                outcomes[case.__name__].append(case(left))
                 clear(self.mount)
-        return found
+        return outcomes
 
 
 def main() -> None:
@@ -152,10 +152,10 @@ def main() -> None:
     destinations.TENSORS = 1
     old = destinations.source(outside / "old", 4)
     before = contents(new)
-    found = {format: Sweep(mount, new, old, format).all() for format in TARGETS}
+    outcomes = {format: Sweep(mount, new, old, format).all() for format in TARGETS}
     assert contents(new) == before
     assert names(mount) == []
-    print(json.dumps(found))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

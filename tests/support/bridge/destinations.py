@@ -47,12 +47,12 @@ def digest(path: Path) -> str | None:
     """Of all tensors and objects, None if nothing is there."""
     if not os.path.lexists(path):
         return None
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with open_checkpoint(path) as reader:
         for name in sorted(reader.tensors):
-            found.update(name.encode() + reader.read(name).tobytes())
-        found.update(repr(dict(reader.objects)).encode())
-    return found.hexdigest()
+            sha256.update(name.encode() + reader.read(name).tobytes())
+        sha256.update(repr(dict(reader.objects)).encode())
+    return sha256.hexdigest()
 
 
 def command(*arguments: object) -> dict[str, Any]:
@@ -90,52 +90,54 @@ require_space = conversion.require_space
 def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     """Too little space from the beginning, and space that vanishes: fresh, over an old checkpoint, resumed."""
     old, new, target = outside / "old", outside / "new", mount / "out"
-    found: dict[str, Any] = {"new": digest(new)}
+    outcomes: dict[str, Any] = {"new": digest(new)}
 
     fill(mount, SIZE // 2)
-    found["too small"] = command(new, target, "--to", format) | {"there": names(mount)}
+    outcomes["too small"] = command(new, target, "--to", format) | {"there": names(mount)}
     (mount / "ballast").unlink()
 
     conversion.require_space = vanishing(mount, SIZE // 3)
-    found["vanished"] = command(new, target, "--to", format) | {"there": names(mount)}
+    outcomes["vanished"] = command(new, target, "--to", format) | {"there": names(mount)}
     (mount / "ballast").unlink()
 
     # A weight is enough for the old one: two whole ones have no space.
     conversion.require_space = require_space
     command(old, target, "--to", format, "--select", "t1", "--select", "note")
-    found["old"] = digest(target)
+    outcomes["old"] = digest(target)
     # Small tensors are written and synced up to 1 MiB at a time.
     conversion.require_space = vanishing(mount, SIZE // 2)
-    found["replace"] = command(new, target, "--to", format, "--replace") | {"there": names(mount)}
-    found["replace"]["digest"] = digest(target)
+    outcomes["replace"] = command(new, target, "--to", format, "--replace") | {"there": names(mount)}
+    outcomes["replace"]["digest"] = digest(target)
     (mount / "ballast").unlink()
 
-    found["interrupted"] = command(new, target, "--to", format, "--replace", "--resume")
-    found["interrupted"] |= {"there": names(mount), "digest": digest(target)}
+    outcomes["interrupted"] = command(new, target, "--to", format, "--replace", "--resume")
+    outcomes["interrupted"] |= {"there": names(mount), "digest": digest(target)}
     (mount / "ballast").unlink()
     conversion.require_space = require_space
-    found["resumed"] = command(new, target, "--to", format, "--replace", "--resume", "--json")
-    found["resumed"] |= {"there": names(mount), "digest": digest(target)}
+    outcomes["resumed"] = command(new, target, "--to", format, "--replace", "--resume", "--json")
+    outcomes["resumed"] |= {"there": names(mount), "digest": digest(target)}
     shutil.rmtree(target)
-    return found
+    return outcomes
 
 
 def refused(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     """A directory that may not be written to, a read-only file system, a parent that is a file."""
     new = outside / "new"
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     (mount / "private").mkdir(mode=0o555)
-    found["protected"] = without_privileges(lambda: command(new, mount / "private" / "out", "--to", format))
-    found["protected"]["there"] = names(mount / "private")
+    outcomes["protected"] = without_privileges(
+        lambda: command(new, mount / "private" / "out", "--to", format)
+    )
+    outcomes["protected"]["there"] = names(mount / "private")
     (mount / "private").rmdir()
     (mount / "file").write_text("precious")
-    found["a file"] = command(new, mount / "file" / "out", "--to", format)
+    outcomes["a file"] = command(new, mount / "file" / "out", "--to", format)
     (mount / "file").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-    found["read-only"] = command(new, mount / "out", "--to", format)
+    outcomes["read-only"] = command(new, mount / "out", "--to", format)
     subprocess.run(["mount", "-o", "remount,rw", str(mount)], check=True)
-    found["there"] = names(mount)
-    return found
+    outcomes["there"] = names(mount)
+    return outcomes
 
 
 def without_privileges(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -165,8 +167,8 @@ def main() -> None:
     record.SYNC_BYTES = 1 << 20
     source(outside / "old", 1)
     source(outside / "new", 2)
-    found = {f: {**full_disk(mount, outside, f), "refused": refused(mount, outside, f)} for f in FORMATS}
-    print(json.dumps(found))
+    outcomes = {f: {**full_disk(mount, outside, f), "refused": refused(mount, outside, f)} for f in FORMATS}
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

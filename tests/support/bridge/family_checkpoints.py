@@ -108,9 +108,9 @@ def head_dim(model: torch.nn.Module) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def same_bits(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+def same_bits(tensors: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
     """Names, dtypes, shapes and every bit."""
-    assert sorted(found) == sorted(expected)
+    assert sorted(tensors) == sorted(expected)
     for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert found[name].tobytes() == array.tobytes(), name
+        assert (tensors[name].dtype, tensors[name].shape) == (array.dtype, array.shape), name
+        assert tensors[name].tobytes() == array.tobytes(), name

@@ -84,10 +84,10 @@ def hf_config(family: str, **changes: Any) -> transformers.PreTrainedConfig:
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A float32 model in which every parameter is random, biases and norms included, and matters to the logits."""
     name = FAMILIES[family][0]
-    kind = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     config = hf_config(family, **changes)
     config._attn_implementation = "eager"
-    model = getattr(transformers, name + kind)(config).eval()
+    model = getattr(transformers, name + suffix)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():

@@ -22,7 +22,7 @@ def elements(file: FileView, stored: StoredTensor) -> np.ndarray:
     size = stored.dtype.itemsize
     strides = tuple(step * size for step in stored.strides)
     start = stored.record.start + stored.first * size
-    found = np.empty(stored.shape, stored.dtype)
+    array = np.empty(stored.shape, stored.dtype)
     source = FileArray(file._name, start, stored.shape, strides, stored.dtype, "w")
-    file._files.copy(as_integers(found), source)
-    return found
+    file._files.copy(as_integers(array), source)
+    return array

@@ -72,8 +72,8 @@ def _run(job: dict[str, Any]) -> None:
         parts = {key: array} if isinstance(key, str) else {k: array[..., n] for n, k in enumerate(key)}
         made |= {name.replace(_SEPARATOR, "/"): part for name, part in parts.items()}
     expected = {name.replace(_SEPARATOR, "/"): shape for name, (_, shape) in tree.items()}
-    found = {name: array.shape for name, array in made.items()}
-    assert found == expected, sorted(found.items() ^ expected.items())
+    made_shapes = {name: array.shape for name, array in made.items()}
+    assert made_shapes == expected, sorted(made_shapes.items() ^ expected.items())
     np.savez(job["target"], **made)
 
 

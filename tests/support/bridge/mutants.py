@@ -120,22 +120,22 @@ def edit_json(data: bytes, rng: random.Random) -> bytes:
         document = json.loads(body)
     except ValueError:
         return flip(data, rng)
-    places: list[tuple[Any, Any]] = []
+    entries: list[tuple[Any, Any]] = []
 
     def collect(node: Any) -> None:
         items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         for key, value in list(items):
-            places.append((node, key))
+            entries.append((node, key))
             collect(value)
 
     collect(document)
-    if not places:
+    if not entries:
         return truncate(data, rng)
-    node, key = rng.choice(places)
-    kind = rng.randrange(4)
-    if kind == 0:
+    node, key = rng.choice(entries)
+    choice = rng.randrange(4)
+    if choice == 0:
         del node[key]
-    elif kind == 1 and isinstance(node, dict):
+    elif choice == 1 and isinstance(node, dict):
         node[rng.choice(("../x", "", "a" * 5000, "\ud800", "/", "a/b", "x"))] = node.pop(key)
     else:
         node[key] = rng.choice((*NUMBERS, "../../etc/passwd", "/etc/passwd", "\ud800", node, [2**40] * 3))
@@ -187,43 +187,43 @@ def mutate(path: Path, others: Sequence[Path], rng: random.Random, marker: Path)
     """Change the checkpoint at `path`; what was done."""
     files = sorted(p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
     file = rng.choice(files)
-    kind = rng.randrange(16)
+    edit = rng.randrange(16)
     name = file.relative_to(path.parent)
-    if kind == 0 and len(files) > 1:
+    if edit == 0 and len(files) > 1:
         other = rng.choice([p for p in files if p != file])
         a, b = file.read_bytes(), other.read_bytes()
         file.write_bytes(b)
         other.write_bytes(a)
         return f"{name} and {other.name} swapped"
-    if kind == 1:
+    if edit == 1:
         file.unlink()
         return f"{name} removed"
-    if kind == 2:
+    if edit == 2:
         foreign = rng.choice(
             [p for o in others for p in ([o] if o.is_file() else o.rglob("*")) if p.is_file()]
         )
         file.write_bytes(foreign.read_bytes())
         return f"{name} is {foreign}"
-    if kind == 3:
+    if edit == 3:
         file.unlink()
         target = rng.choice((Path("/etc/passwd"), Path("/dev/zero"), Path("/dev/urandom"), file, path.parent))
         file.symlink_to(target)
         return f"{name} is a link to {target}"
-    if kind == 4:
+    if edit == 4:
         number = rng.randrange(len(hostile_pickles(marker)))
         file.write_bytes(hostile_pickles(marker)[number])
         return f"{name} is hostile pickle {number}"
-    if kind == 5:
+    if edit == 5:
         hostile = rng.choice(hostile_pickles(marker))
         data = file.read_bytes()
         start = rng.randrange(max(1, len(data)))
         file.write_bytes(data[:start] + hostile + data[start + len(hostile) :])
         return f"{name} holds a hostile pickle at {start}"
-    if kind == 6:
+    if edit == 6:
         file.unlink()
         os.mkfifo(file)
         return f"{name} is a FIFO"
-    if kind == 7:
+    if edit == 7:
         os.truncate(file, 2 << 30)
         return f"{name} goes on with a hole of 2 GiB"
     data = file.read_bytes()
@@ -267,7 +267,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, hang)
     marker = folder / f"executed-{seed}"
     rng = random.Random(seed)
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for number in range(count):
         source = rng.choice(sources)
         mutant, out = folder / f"mutant-{seed}" / source.name, folder / f"out-{seed}"
@@ -300,12 +300,12 @@ def main() -> None:
             marker.rmdir() if marker.is_dir() else marker.unlink()
         if out.exists() and outcome == "refused":
             outcome = "half-written"
-        found[outcome] += 1
+        outcomes[outcome] += 1
         if outcome not in ("converted", "refused", "changed"):
             print(json.dumps([outcome, number, source.name, to, done]), flush=True)
         shutil.rmtree(mutant.parent, ignore_errors=True)
         shutil.rmtree(out, ignore_errors=True)
-    print(json.dumps(found))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

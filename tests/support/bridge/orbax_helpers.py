@@ -66,17 +66,17 @@ def sharded(array: np.ndarray, *spec: str | None, shape: tuple[int, ...] = (2, 4
     return jax.device_put(array, NamedSharding(Mesh(devices, ("a", "b")), PartitionSpec(*spec)))
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert found.tobytes() == expected.tobytes()
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.tobytes() == expected.tobytes()
 
 
-def assert_same_tree(found: Any, expected: Any) -> None:
-    found, expected = dict(leaves(found)), dict(leaves(expected))
-    assert found.keys() == expected.keys()
+def assert_same_tree(tree: Any, expected: Any) -> None:
+    tree, expected = dict(leaves(tree)), dict(leaves(expected))
+    assert tree.keys() == expected.keys()
     for path, value in expected.items():
-        assert_same_bits(found[path], value)
+        assert_same_bits(tree[path], value)
 
 
 def assert_reads(path: Path, tree: Any) -> None:
@@ -91,10 +91,10 @@ def assert_reads(path: Path, tree: Any) -> None:
             assert_same_bits(reader.read(name), array)
             for _ in range(6):
                 box = random_box(rng, array.shape)
-                found = reader.read(name, box)
-                assert found.flags.c_contiguous
-                assert found.flags.writeable
-                assert_same_bits(found, array[box.slices()])
+                part = reader.read(name, box)
+                assert part.flags.c_contiguous
+                assert part.flags.writeable
+                assert_same_bits(part, array[box.slices()])
 
 
 def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:

@@ -104,9 +104,9 @@ def kill_before(last: int) -> None:
 
 
 def main() -> None:
-    place, format, first, step, *flags = sys.argv[1:]
+    path, format, first, step, *flags = sys.argv[1:]
     small_chunks()
-    folder, options = Path(place), ConvertOptions(to=format)
+    folder, options = Path(path), ConvertOptions(to=format)
     resume, replace = "--resume" in flags, "--replace" in flags
     arrays, old = make(folder / "source", 1), make(folder / "old", 2)
     home = folder / "home"

@@ -40,15 +40,15 @@ def build(lonely: torch.dtype = torch.bfloat16, seed: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 14), nn.LayerNorm(14), linear, nn.Linear(3, 5), Lonely(lonely))
 
 
-def shard(model: nn.Sequential, kind: str) -> tuple[int, int]:
+def shard(model: nn.Sequential, sharding: str) -> tuple[int, int]:
     """Shard a model as `kind` says, "alone" not at all; this rank's number among the data-parallel ones, and theirs."""
-    if kind == "alone":
+    if sharding == "alone":
         return 0, 1
     mesh: DeviceMesh | None = None
     rank, world = dist.get_rank(), dist.get_world_size()
-    if kind == "hsdp":
+    if sharding == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif kind == "fsdp x tp":
+    elif sharding == "fsdp x tp":
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         columns, rows = (
             ColwiseParallel(output_layouts=Replicate()),
@@ -67,12 +67,12 @@ def optimizer_of(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, place: tuple[int, int], steps: range
+    model: nn.Module, optimizer: torch.optim.Optimizer, share: tuple[int, int], steps: range
 ) -> list[float]:
     """The mean loss of the whole batch, per step, of which this place sees a part."""
     losses = []
     for step in steps:
-        rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))[place[0] :: place[1]]
+        rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))[share[0] :: share[1]]
         loss = model(rows).square().sum(1).mean()
         loss.backward()
         optimizer.step()
@@ -89,29 +89,29 @@ def trees(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def save_and_go_on(
-    kind: str, path: str, lonely: torch.dtype = torch.float32, how: str = "save"
+    sharding: str, path: str, lonely: torch.dtype = torch.float32, how: str = "save"
 ) -> list[float]:
     """Two steps, a save, two more steps: the losses of all four."""
     model = build(lonely)
-    place = shard(model, kind)
+    share = shard(model, sharding)
     optimizer = optimizer_of(model)
-    losses = train(model, optimizer, place, range(2))
+    losses = train(model, optimizer, share, range(2))
     if how == "async":
         dcp.async_save(trees(model, optimizer), checkpoint_id=path).result()
     else:
         dcp.save(trees(model, optimizer), checkpoint_id=path)
-    return losses + train(model, optimizer, place, range(2, 4))
+    return losses + train(model, optimizer, share, range(2, 4))
 
 
-def load_and_go_on(kind: str, path: str, lonely: torch.dtype = torch.float32) -> list[float]:
+def load_and_go_on(sharding: str, path: str, lonely: torch.dtype = torch.float32) -> list[float]:
     """The losses of two more steps of a model and an optimizer that began as others."""
     model = build(lonely, seed=6)
-    place = shard(model, kind)
+    share = shard(model, sharding)
     optimizer = optimizer_of(model, lr=1.0)
     state = trees(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    losses = train(model, optimizer, place, range(2, 4))
+    losses = train(model, optimizer, share, range(2, 4))
     ours = {"bridge", "torch_impl", "jax_impl"} & {name.partition(".")[0] for name in sys.modules}
     assert not ours, f"expected a program without this package, found {ours}"
     return losses

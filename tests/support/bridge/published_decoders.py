@@ -12,10 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """family: the mapping. kind: the class. shapes: of some tensors in the family's tree."""
+    """family: the mapping. class_name: of transformers. shapes: of some tensors in the family's tree."""
 
     family: str
-    kind: str
+    class_name: str
     config: dict[str, Any]
     parameters: int | None
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class Counted:
         if not nodes:
             yield at
             return
-        for end in self._one(*nodes[0], at):
+        for end in self._node(*nodes[0], at):
             yield from self.ends(nodes[1:], end)
 
     def match(self, nodes: Sequence[Node], *, search: bool, full: bool) -> None:
@@ -64,7 +64,7 @@ class Counted:
             if any(not full or end == len(self.text) for end in self.ends(nodes, start)):
                 return
 
-    def _one(self, name: Any, value: Any, at: int) -> Iterator[int]:
+    def _node(self, name: Any, value: Any, at: int) -> Iterator[int]:
         self.steps += 1
         if self.steps > _MOST_STEPS:
             raise TooManySteps
@@ -73,8 +73,8 @@ class Counted:
                 yield at + 1
         elif name in _REPEATS:
             low, high, body = value
-            found = self._repeat(list(body), low, high, at, lazy=name is op.MIN_REPEAT)
-            yield from itertools.islice(found, 1) if name is op.POSSESSIVE_REPEAT else found
+            repeated = self._repeat(list(body), low, high, at, lazy=name is op.MIN_REPEAT)
+            yield from itertools.islice(repeated, 1) if name is op.POSSESSIVE_REPEAT else repeated
         elif name is op.BRANCH:
             for branch in value[1]:
                 yield from self.ends(list(branch), at)
@@ -118,10 +118,10 @@ def _fits(name: Any, value: Any, character: str) -> bool:
         return character != chr(value)
     negated = bool(value) and value[0][0] is op.NEGATE
     inside = any(
-        (kind is op.LITERAL and character == chr(item))
-        or (kind is op.RANGE and item[0] <= ord(character) <= item[1])
-        or (kind is op.CATEGORY and re.match(_CLASSES[item], character) is not None)
-        for kind, item in value
+        (code is op.LITERAL and character == chr(item))
+        or (code is op.RANGE and item[0] <= ord(character) <= item[1])
+        or (code is op.CATEGORY and re.match(_CLASSES[item], character) is not None)
+        for code, item in value
     )
     return inside != negated
 

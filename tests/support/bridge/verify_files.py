@@ -43,11 +43,11 @@ def write(
 
 def contents(path: Path) -> dict[str, object]:
     with open_checkpoint(path) as reader:
-        found: dict[str, object] = {
+        described: dict[str, object] = {
             name: (info.dtype, info.shape, info.path, reader.read(name).tobytes())
             for name, info in reader.tensors.items()
         }
-        return found | {
+        return described | {
             name: (repr(reader.objects[name]), reader.object_paths[name]) for name in reader.objects
         }
 
@@ -60,9 +60,9 @@ def places(path: Path, tensors: dict[str, np.ndarray]) -> Iterator[tuple[Path, i
             (stored,) = (info for n, info in reader.tensors.items() if n.replace("/", ".") == name)
         for chunk in stored.chunks:
             data = np.ascontiguousarray(array[chunk.slices()]).tobytes()
-            found = [(f, at) for f, content in files.items() if (at := content.find(data)) >= 0]
-            assert len(found) == 1, f"{name}: its bytes are in {len(found)} places"
-            yield from ((found[0][0], found[0][1] + k) for k in range(len(data)))
+            hits = [(f, at) for f, content in files.items() if (at := content.find(data)) >= 0]
+            assert len(hits) == 1, f"{name}: its bytes are in {len(hits)} places"
+            yield from ((hits[0][0], hits[0][1] + k) for k in range(len(data)))
 
 
 def flipped(file: Path, position: int, rng: random.Random) -> Callable[[], None]:

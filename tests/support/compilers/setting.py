@@ -191,46 +191,46 @@ class Compiled:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(found: dict[str, Any]) -> Compiled:
+    def from_json(record: dict[str, Any]) -> Compiled:
         collectives = tuple(
-            Scheduled(**{**one, "arrays": tuple(Array(*array) for array in one["arrays"])})
-            for one in found["collectives"]
+            Scheduled(**{**collective, "arrays": tuple(Array(*array) for array in collective["arrays"])})
+            for collective in record["collectives"]
         )
-        stored = tuple(Stored(**one) for one in found["stored"])
+        stored = tuple(Stored(**entry) for entry in record["stored"])
         return Compiled(
-            found["seconds"],
-            found["temporary"],
+            record["seconds"],
+            record["temporary"],
             collectives,
             stored,
-            tuple(found["shards"]),
-            found["arguments"],
-            found["host"],
-            tuple(found["travelling"]),
-            tuple(Transfer(**one) for one in found["transfers"]),
-            found["products"],
-            found["by_host"],
-            found["results"],
+            tuple(record["shards"]),
+            record["arguments"],
+            record["host"],
+            tuple(record["travelling"]),
+            tuple(Transfer(**transfer) for transfer in record["transfers"]),
+            record["products"],
+            record["by_host"],
+            record["results"],
         )
 
     def sizes(self) -> Counter[tuple[str, int]]:
         """How often an array of so many elements travels, by kind and number; scalars are left out."""
-        found: Counter[tuple[str, int]] = Counter()
-        for one in self.collectives:
-            for array in one.arrays:
+        counts: Counter[tuple[str, int]] = Counter()
+        for collective in self.collectives:
+            for array in collective.arrays:
                 if array.size > 1:
-                    found[one.kind, array.size] += one.times
-        return found
+                    counts[collective.kind, array.size] += collective.times
+        return counts
 
-    def bytes(self, *kinds: str) -> int:
-        return sum(one.bytes for one in self.collectives if one.kind in kinds)
+    def bytes(self, *names: str) -> int:
+        return sum(collective.bytes for collective in self.collectives if collective.kind in names)
 
-    def overlap(self, *kinds: str) -> float:
-        return overlap_share(self.collectives, kinds)
+    def overlap(self, *names: str) -> float:
+        return overlap_share(self.collectives, names)
 
 
-def overlap_share(collectives: Iterable[Scheduled], kinds: Iterable[str] = KINDS.values()) -> float:
+def overlap_share(collectives: Iterable[Scheduled], names: Iterable[str] = KINDS.values()) -> float:
     """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
-    chosen = set(kinds)
+    chosen = set(names)
     known = [collective for collective in collectives if collective.kind in chosen]
     total = sum(collective.bytes for collective in known)
     return sum(collective.bytes for collective in known if collective.overlaps) / total if total else 0.0

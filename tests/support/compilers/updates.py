@@ -63,20 +63,22 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
     optimizer = main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)
     offload = Offload(setting.offload, setting.weights_on_host, setting.update)
     state = abstract_state(plan, optimizer, offload=offload)
-    kinds = offload.kinds(plan, state.opt_state)
+    memories = offload.kinds(plan, state.opt_state)
     # Where the host updates, they have left for its memory.
-    kind = HOST if setting.update == "host" and plan.brings_units else None
+    memory = HOST if setting.update == "host" and plan.brings_units else None
     gradients = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_memory(plan.sharding(key), kind))
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_memory(plan.sharding(key), memory))
         for key, x in state.weights.items()
     }
     loss = jax.ShapeDtypeStruct((), "float32", sharding=plan.replicated)
     step = make_train_step(plan, lambda model, rows: model(rows).sum(), optimizer)
     sizes = dict.fromkeys(plan.arrays, 0)
-    for (path, leaf), kind in zip(
-        jax.tree.leaves_with_path((state.opt_state, state.weights)), jax.tree.leaves(kinds[::-1]), strict=True
+    for (path, leaf), memory in zip(
+        jax.tree.leaves_with_path((state.opt_state, state.weights)),
+        jax.tree.leaves(memories[::-1]),
+        strict=True,
     ):
-        if kind:
+        if memory:
             shard = leaf.sharding.shard_shape(leaf.shape)
             sizes[key_of(plan, path, leaf) or ""] += math.prod(shard) * leaf.dtype.itemsize
     if _is_tpu(setting):
@@ -85,15 +87,15 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
         )
 
     def update(weights: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
-        given = jax.tree.map(
-            lambda x, kind: jax.device_put(x, jax.memory.Space.Host) if kind else x,
+        on_device = jax.tree.map(
+            lambda x, memory: jax.device_put(x, jax.memory.Space.Host) if memory else x,
             (weights, opt_state),
-            kinds,
+            memories,
         )
-        return step._update_state(*given, gradients, loss)
+        return step._update_state(*on_device, gradients, loss)
 
     lowered = jax.jit(update, donate_argnums=(0, 1)).lower(state.weights, state.opt_state, gradients, loss)
-    arguments = [kind == HOST for kind in jax.tree.leaves(kinds)]
+    arguments = [memory == HOST for memory in jax.tree.leaves(memories)]
     _written(lowered.compiler_ir("stablehlo"), arguments)
     return lowered, list(sizes.values())
 
@@ -103,31 +105,35 @@ def _written(module: Any, on_host: list[bool]) -> None:
     from jaxlib.mlir import ir
 
     with module.context:
-        (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
-        kinds = []
+        (main,) = (
+            operation
+            for operation in module.body.operations
+            if operation.attributes["sym_name"].value == "main"
+        )
+        marked = []
         for number, attributes in enumerate(main.attributes["arg_attrs"]):
-            found = {one.name: one.attr for one in attributes}
+            named = {attribute.name: attribute.attr for attribute in attributes}
             lies = number < len(on_host) and on_host[number]
-            found["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if lies else "device")
-            kinds.append(ir.DictAttr.get(found))
+            named["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if lies else "device")
+            marked.append(ir.DictAttr.get(named))
             if lies:
                 argument = main.regions[0].blocks[0].arguments[number]
                 (move,) = (use.owner for use in argument.uses)
                 assert "pinned_host" in str(move), str(move)
                 move.operation.results[0].replace_all_uses_with(argument)
                 move.operation.erase()
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(kinds)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
 
 
 def read_transfers(text: str) -> Iterator[Transfer]:
     """Those of arrays of 64 KiB or more between the host's memory and a device's, of a scheduled program."""
     entry = text[text.index("\nENTRY") :].splitlines()
     begun: dict[str, tuple[int, bool, int]] = {}
-    found: list[tuple[int, int, bool, int]] = []
+    transfers: list[tuple[int, int, bool, int]] = []
     for number, line in enumerate(entry):
         if match := _START.search(line):
             left = match[2]
-            arrays = [(_nbytes(one), "S(5)" in (one[2] or "")) for one in _ARRAY.finditer(left)]
+            arrays = [(_nbytes(array), "S(5)" in (array[2] or "")) for array in _ARRAY.finditer(left)]
             on_host = [size for size, host in arrays if host]
             here = [size for size, host in arrays if not host]
             if not on_host or not here or max(here) < _LEAST:
@@ -137,11 +143,11 @@ def read_transfers(text: str) -> Iterator[Transfer]:
             begun[match[1]] = (number, into, max(here))
         elif (match := _DONE.search(line)) and match[1] in begun:
             start, into, size = begun.pop(match[1])
-            found.append((start, number, into, size))
-    for start, done, into, size in found:
+            transfers.append((start, number, into, size))
+    for start, done, into, size in transfers:
         between = entry[start + 1 : done]
         computes = any(_is_update(line) for line in between)
-        against = any(a < done and start < b for a, b, other, _ in found if other != into)
+        against = any(a < done and start < b for a, b, other, _ in transfers if other != into)
         yield Transfer(into, size, computes, against)
 
 
@@ -155,12 +161,14 @@ def _is_update(line: str) -> bool:
     """A fusion that makes arrays as large as a moment, of several operands."""
     left, mark, right = line.partition(" fusion(")
     return (
-        bool(mark) and any(_nbytes(one) >= _LEAST for one in _ARRAY.finditer(left)) and right.count("%") > 3
+        bool(mark)
+        and any(_nbytes(array) >= _LEAST for array in _ARRAY.finditer(left))
+        and right.count("%") > 3
     )
 
 
-def _nbytes(found: re.Match[str]) -> int:
-    size = _SIZES[found[0].split("[")[0]]
-    for one in found[1].split(","):
-        size *= int(one)
+def _nbytes(array: re.Match[str]) -> int:
+    size = _SIZES[array[0].split("[")[0]]
+    for dimension in array[1].split(","):
+        size *= int(dimension)
     return size

@@ -84,31 +84,31 @@ def compiled(setting: Setting) -> Compiled:
     begun = time.monotonic()
     program: jax.stages.Compiled = lowered.compile(options_of(target, setting.recommended))
     seconds = time.monotonic() - begun
-    found: Any = program.memory_analysis()
+    analysis: Any = program.memory_analysis()
     text = tpu_text.text_of(program, lowered.as_text())
     if folder := os.environ.get("TWINSHARD_DUMP"):
         Path(folder, f"{setting}.hlo").write_text(text)
         Path(folder, f"{setting}.costs.json").write_text(json.dumps(program.cost_analysis()))
     if setting.offload is not None:
-        given, host = found.argument_size_in_bytes, found.host_argument_size_in_bytes
+        arguments, host = analysis.argument_size_in_bytes, analysis.host_argument_size_in_bytes
         sizes, transfers = tuple(travelling), tuple(read_transfers(text))
         by_host = text.count('custom_call_target="HostExecute"')
-        temporary = found.temp_size_in_bytes
+        temporary = analysis.temp_size_in_bytes
         return Compiled(
-            seconds, temporary, (), stored, shards, given, host, sizes, transfers, by_host=by_host
+            seconds, temporary, (), stored, shards, arguments, host, sizes, transfers, by_host=by_host
         )
     products = text.count('"__cublas$lt$matmul$f8"')
     collectives = tuple(read_collectives(text))
     return Compiled(
         seconds,
-        found.temp_size_in_bytes,
+        analysis.temp_size_in_bytes,
         collectives,
         stored,
         shards,
-        found.argument_size_in_bytes,
-        found.host_argument_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.host_argument_size_in_bytes,
         products=products,
-        results=found.output_size_in_bytes,
+        results=analysis.output_size_in_bytes,
     )
 
 

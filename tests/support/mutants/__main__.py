@@ -118,7 +118,7 @@ def results(
                 yield room, mutant, Outcome("not run")
 
 
-def table(found: list[tuple[str, Mutant, Outcome]]) -> str:
+def table(outcomes: list[tuple[str, Mutant, Outcome]]) -> str:
     columns = (
         "killed",
         "killed by slow tests",
@@ -128,8 +128,8 @@ def table(found: list[tuple[str, Mutant, Outcome]]) -> str:
         "equivalent",
         "not run",
     )
-    rooms = list(dict.fromkeys(room for room, _, _ in found))
-    counts = Counter((room, outcome.said) for room, _, outcome in found)
+    rooms = list(dict.fromkeys(room for room, _, _ in outcomes))
+    counts = Counter((room, outcome.said) for room, _, outcome in outcomes)
     rows = [("room", "drawn", *columns, "fast", "all")]
     for room in [*rooms, "all rooms"]:
         members = rooms if room == "all rooms" else [room]
@@ -137,7 +137,7 @@ def table(found: list[tuple[str, Mutant, Outcome]]) -> str:
         judged = sum(by) - by[-2] - by[-1]
         shares = [f"{100 * killed / judged:.0f} %" if judged else "" for killed in (by[0], by[0] + by[1])]
         rows.append((room, str(sum(by)), *map(str, by), *shares))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     )
@@ -168,12 +168,12 @@ def main() -> int:
         return 0
     print(f"seed {chosen.seed}", flush=True)
     drawn = draw(chosen.seed, chosen.count, tuple(chosen.rooms) or ROOMS)
-    found = list(results(chosen, drawn))
+    outcomes = list(results(chosen, drawn))
     for said in ("survived", "undecided", "not reached"):
-        for _, mutant, outcome in found:
+        for _, mutant, outcome in outcomes:
             if outcome.said == said:
                 print(f"\n{said} {outcome.tests} {mutant}")
-    print(f"\nseed {chosen.seed}\n{table(found)}")
+    print(f"\nseed {chosen.seed}\n{table(outcomes)}")
     return 0
 
 

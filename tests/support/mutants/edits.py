@@ -99,8 +99,8 @@ class _Edits(ast.NodeVisitor):
 
     def _body(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-        for place, child in enumerate(body):
-            if place and isinstance(
+        for index, child in enumerate(body):
+            if index and isinstance(
                 child, ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.For | ast.With
             ):
                 start = self._at(child.lineno, child.col_offset)

@@ -31,7 +31,7 @@ def replace_code(root: Path, path: str, function: str) -> bool:
     codes = list(_outermost(module, function.split(".")))
     gc.unfreeze()
     changed = 0
-    for live in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
+    for live in [function for function in gc.get_objects() if isinstance(function, FunctionType)]:
         old = live.__code__
         for code in codes:
             # A property's functions have one name; what an edit inserts moves the later ones by a line.

@@ -119,7 +119,7 @@ class Record:
         return record
 
     def save(self, path: Path) -> None:
-        number = {test: place for place, test in enumerate(self.seconds)}
+        number = {test: index for index, test in enumerate(self.seconds)}
         tests = {name: sorted(number[test] for test in tests) for name, tests in self.tests.items()}
         path.write_text(
             json.dumps({"seconds": self.seconds, "tests": tests, "imported": sorted(self.imported)})
