@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,25 @@ def test_groups_of_earlier_calls_leave_no_threads(ranks: RankGroup) -> None:
     for _ in range(3):
         ranks.run(2, redistribute)
     assert ranks.run(2, gloo_threads) == expected
+
+
+def receive_from_each_other() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_are_given_up_soon(
+    ranks: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.ranks.RESTING_SECONDS", 3.0)
+    start = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"rank 0 of 2: no answer within 240 s; no rank has computed for [3-9] s"
+    ):
+        ranks.run(2, receive_from_each_other)
+    # As long as the machine's load lets it be, but far from the limit, which is gloo's 120 s.
+    assert time.monotonic() - start < 60
+    assert ranks.run(2, sum_of_ranks) == [3.0, 3.0]

@@ -27,8 +27,14 @@ seconds: Counter[str] = Counter()
 
 def tree_seconds() -> float:
     """CPU seconds of this process, its ended children and its living descendants."""
+    return trees_seconds([os.getpid()])[0]
+
+
+def trees_seconds(roots: list[int]) -> tuple[float, bool]:
+    """CPU seconds of processes, their ended children and living descendants; whether any runs or waits for a disk."""
     children: dict[int, list[int]] = defaultdict(list)
     ticks: dict[int, int] = {}
+    states: dict[int, str] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -37,12 +43,14 @@ def tree_seconds() -> float:
         pid = int(stat.parent.name)
         children[int(fields[1])].append(pid)
         ticks[pid] = sum(map(int, fields[11:15]))
-    waiting, total = [os.getpid()], 0
+        states[pid] = fields[0]
+    waiting, total, runs = list(roots), 0, False
     while waiting:
         pid = waiting.pop()
         total += ticks.get(pid, 0)
+        runs = runs or states.get(pid) in ("R", "D")
         waiting += children[pid]
-    return total / TICKS
+    return total / TICKS, runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.costs import trees_seconds
+
 MAX_WORLD = 4
+RESTING_SECONDS = 20.0
+"""After which ranks that all wait count as hanging; the longest that a test's rank sleeps is 3."""
 PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"]
 
 
@@ -111,6 +115,25 @@ def children() -> Iterator[None]:
         config["daemon"] = before
 
 
+class _Work:
+    """Whether rank processes, or what they started, still do anything; asked every second."""
+
+    def __init__(self, pids: list[int | None]) -> None:
+        self._pids = [pid for pid in pids if pid is not None]
+        self._since, self._seconds = time.monotonic(), 0.0
+
+    def rests(self) -> bool:
+        seconds, runs = trees_seconds(self._pids)
+        # A core's fiftieth: each rank's gloo threads look for news a hundred times a second. A process that is ready to
+        # run, or waits for the disk, works, however little it gets of a busy machine.
+        if runs or seconds - self._seconds > 0.02 * (time.monotonic() - self._since):
+            self._since, self._seconds = time.monotonic(), seconds
+        return self.resting_seconds() > RESTING_SECONDS
+
+    def resting_seconds(self) -> float:
+        return time.monotonic() - self._since
+
+
 class RankGroup:
     """Up to ``MAX_WORLD`` processes of one thread each, started on first use."""
 
@@ -122,7 +145,8 @@ class RankGroup:
         """Run a module-level ``function(*args)`` on ``world`` ranks; returns each rank's result, rank 0 first.
 
         ``args`` and results travel by pickle. Raises ``RankError`` with the tracebacks of all failing ranks, or when
-        a rank does not answer in ``timeout`` seconds (the group is then replaced).
+        a rank does not answer in ``timeout`` seconds, or has not and all wait for each other (the group is then
+        replaced).
         """
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"expected a world size of 1 to {MAX_WORLD}, got {world}")
@@ -131,11 +155,14 @@ class RankGroup:
         job = pickle.dumps((self._jobs, world, function.__module__, function.__qualname__, args, timeout))
         for _, pipe in self._workers[:world]:
             pipe.send_bytes(job)
-        deadline = time.monotonic() + timeout
+        deadline, work = time.monotonic() + timeout, _Work([process.pid for process, _ in self._workers])
         results, errors = [], []
         for rank, (_, pipe) in enumerate(self._workers[:world]):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                errors.append(f"rank {rank} of {world}: no answer within {timeout} s")
+            while not (answered := pipe.poll(1)) and time.monotonic() < deadline and not work.rests():
+                continue
+            if not answered:
+                seconds = f"{timeout} s; no rank has computed for {work.resting_seconds():.0f} s"
+                errors.append(f"rank {rank} of {world}: no answer within {seconds}")
                 continue
             try:
                 status, value = pickle.loads(pipe.recv_bytes())
