@@ -47,6 +47,7 @@ SLICE = (
     # Orbax and DCP, read and written by their own libraries and by ours.
     "tests/jax_impl/checkpoint/test_checkpoint.py",
     "tests/formats/orbax/test_writer.py",
+    "tests/formats/dcp/test_pickle_fast.py",
     "tests/checkpoints/test_convert_runtimes.py",
     # AdamW's bits are XLA's.
     "tests/parity/test_jax_adamw.py",

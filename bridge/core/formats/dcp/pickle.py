@@ -55,7 +55,8 @@ def _entry_pattern() -> re.Pattern[bytes]:
     state = rb"\}" + memo + rb"\("
     chunk = new + state + rb"(?:" + get + value + rb")*ub"
     chunks = rb"\]" + memo + rb"(?:\((?:" + chunk + rb")*e|" + chunk + rb"a)?"
-    properties = new + rb"\(" + value + rb"*t" + memo + rb"b"
+    # From torch 2.15 on, strides are among the properties: a tuple.
+    properties = new + rb"\((?:" + call + rb"|" + argument + rb")*t" + memo + rb"b"
     field = get + rb"(?:" + chunks + rb"|" + properties + rb"|" + value + rb")"
     return re.compile(new + state + rb"(?:" + field + rb")*ub", re.DOTALL)
 
