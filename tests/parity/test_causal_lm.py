@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -388,3 +389,20 @@ def test_sizes_and_variations_that_do_not_fit_are_refused(changes, message):
     config = CausalLMConfig.from_hf(as_json(hf_config("llama")))
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theta": 0.0}, "Rotary.theta: expected a value > 0, got 0.0"),
+        ({"linear_factor": -2.0}, "Rotary.linear_factor: expected a value > 0, got -2.0"),
+        ({"fraction": 1.5}, "Rotary.fraction: expected at most 1, got 1.5"),
+        (
+            {"low_frequency_factor": 4.0},
+            "Rotary.high_frequency_factor: expected more than low_frequency_factor = 4.0, got 4.0",
+        ),
+    ],
+)
+def test_rotary_values_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Rotary(**changes)

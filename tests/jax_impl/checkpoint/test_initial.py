@@ -174,6 +174,14 @@ def test_of_several_trees_of_weights_one_is_chosen(tmp_path: Path) -> None:
     assert_trains(plan, loaded.state, parameters())
 
 
+def test_the_step_of_a_chosen_tree_comes_before_the_step_beside_the_trees(tmp_path: Path) -> None:
+    plan, _ = fresh(2, "shard_map", parameters())
+    student = {"params": other(), "step": np.int64(9)}
+    path = saved(tmp_path / "c", {"teacher": parameters(), "student": student, "step": np.int64(7)})
+    assert load_checkpoint(path, plan, strict=False, tree="student").train == {"step": 9}
+    assert load_checkpoint(path, plan, strict=False, tree="teacher").train == {"step": 7}
+
+
 def test_averages_beside_the_weights_and_one_tree_of_another_name(tmp_path: Path) -> None:
     plan, _ = fresh(2, "shard_map", parameters())
     path = saved(tmp_path / "c", {"params": parameters(), "ema": other()})
