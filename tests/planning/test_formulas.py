@@ -13,7 +13,7 @@ from bridge.planning.models import torch_trace
 from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.activations import SegmentBytes
 from bridge.planning.models.decoder_activations import decoder_activations
-from bridge.planning.models.formulas import Attention
+from bridge.planning.models.formulas import Attention, LossSegment
 from bridge.planning.models.models import nnx_shapes
 from bridge.planning.models.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
 from jax_impl import models
@@ -96,3 +96,18 @@ def test_fused_attention_keeps_no_scores() -> None:
         short, long = by_attention[Attention.plain]
         # A float32 and a bfloat16 number for each of 6 heads and pair of tokens.
         assert long.saved - 2 * short.saved == pytest.approx(6 * 6 * (1024**2 - 2 * 512**2), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("compute", "saved", "input_bytes", "forward", "backward", "again", "early"),
+    [
+        ("bfloat16", 4256, 256, 9312, 2912, 10912, 10656),
+        ("float32", 4768, 512, 8480, 5280, 11680, 11168),
+    ],
+)
+def test_bytes_of_the_loss_are_those_of_its_formula(
+    compute: str, saved: int, input_bytes: int, forward: int, backward: int, again: int, early: int
+) -> None:
+    # By hand from the docstring, for 8 tokens, 16 hidden features and 100 words.
+    expected = SegmentBytes(saved, input_bytes, forward, backward, again, forward, early=early)
+    assert LossSegment("head", 16, 100).bytes_for(1, 8, compute) == expected
