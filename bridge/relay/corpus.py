@@ -55,7 +55,8 @@ class Corpus:
         Raises ``ValueError`` for an interpreter that ships its library without sources (a zipped one, say).
         """
         folder = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(folder.glob("*.py"))
+        # Debian links sitecustomize.py to a file in /etc, which need not be there.
+        files = sorted(file for file in folder.glob("*.py") if file.is_file())
         if not files:
             raise ValueError(f"expected the standard library's source files in {folder}, found none")
         return Corpus.of_files(files)

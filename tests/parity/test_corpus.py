@@ -34,6 +34,16 @@ def test_the_standard_library_has_enough_text_and_a_stable_fingerprint() -> None
     assert 0.89 < corpus.train_size / corpus.tokens.size < 0.91
 
 
+def test_links_of_the_standard_library_that_lead_nowhere_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = small_corpus(tmp_path)
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "etc" / "sitecustomize.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    of_standard_library = Corpus.of_standard_library.__wrapped__
+    assert sorted(of_standard_library().tokens) == sorted(expected.tokens)
+
+
 def test_a_batch_depends_on_seed_and_step_alone_and_stays_in_the_train_split(tmp_path: Path) -> None:
     corpus = small_corpus(tmp_path)
     batch = corpus.global_batch(seed=3, step=7, batch=64, length=15)
