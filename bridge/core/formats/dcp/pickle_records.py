@@ -101,6 +101,7 @@ UNREADABLE: Mapping[str, np.dtype] = MappingProxyType(
         **{
             name: np.dtype(getattr(ml_dtypes, name))
             for name in ("int1", "uint1", "int2", "uint2", "int4", "uint4")
+            if hasattr(ml_dtypes, name)  # int1 and uint1 from ml_dtypes 0.6 on
         },
         "float4_e2m1fn_x2": np.dtype(ml_dtypes.float4_e2m1fn),
         **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), np.dtype(np.uint8)),
