@@ -29,7 +29,7 @@ import pytest
 
 import tests.support.examples  # noqa: F401  # profiles are registered before hypothesis is told which one to load
 from tests.support import compilation_cache, compiler_effort
-from tests.support.pairwise import mark_slow
+from tests.support.pairwise import mark_covered_slow, mark_slow
 from tests.support.ranks import RankGroup
 
 
@@ -46,8 +46,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow(items)
+    # The record from which covered cases are chosen has them all.
+    if not config.pluginmanager.hasplugin("tests.support.mutants.reached"):
+        mark_covered_slow(items)
 
 
 def pytest_configure(config: pytest.Config) -> None:

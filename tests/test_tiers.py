@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.mutants.covered import OTHERS, SECONDS, covered
+from tests.support.mutants.reached import Record
 from tests.support.mutations import MUTATIONS, ROOT, file_of
-from tests.support.pairwise import covering, together
+from tests.support.pairwise import covered_cases, covering, mark_covered_slow, together
 from tests.support.slow_share import shares_of
 
 
@@ -65,6 +68,45 @@ def test_cases_that_are_named_exist(request: pytest.FixtureRequest) -> None:
     # Fewer are some that were chosen by hand.
     wrong = [(test, set(ids) - all_) for (test, ids), all_ in ids_of.items() if len(all_) > len(ids)]
     assert [(test, missing) for test, missing in wrong if missing] == []
+
+
+def test_covered_cases_exist_and_leave_others_of_their_tests(request: pytest.FixtureRequest) -> None:
+    listed = covered_cases()
+    assert list(listed) != []
+    collected: dict[str, set[str]] = {}
+    for item in request.session.items:
+        collected.setdefault(item.nodeid.partition("[")[0], set()).add(item.nodeid)
+    for case in listed:
+        name = case.partition("[")[0]
+        file, _, function = name.partition("::")
+        assert f"def {function.rpartition('::')[2]}(" in (ROOT / file).read_text(encoding="utf-8"), case
+        # Slow cases are collected where slow tests are run, too.
+        if name in collected and len(collected[name]) > 1 and case not in collected[name]:
+            assert not any(other in listed for other in collected[name]), f"{case}: no such case"
+
+
+def test_covered_cases_are_slow_unless_chosen_by_hand() -> None:
+    left, kept = SimpleNamespace(nodeid=min(covered_cases())), SimpleNamespace()
+    kept.nodeid = f"{left.nodeid.partition('[')[0]}[another]"
+    marks: list[tuple[str, str]] = []
+    for case in (left, kept):
+        case.add_marker = lambda mark, case=case: marks.append((case.nodeid, mark))
+    mark_covered_slow([left])  # type: ignore[list-item]
+    assert marks == []
+    mark_covered_slow([left, kept])  # type: ignore[list-item]
+    assert marks == [(left.nodeid, "slow")]
+
+
+def test_a_case_is_left_out_where_enough_others_reach_what_it_reaches() -> None:
+    names = [f"t.py::test_a[{k}]" for k in range(OTHERS + 2)]
+    record = Record(seconds=dict.fromkeys(names, 2 * SECONDS) | {"t.py::test_b": 9.0, "t.py::test_c[0]": 0.0})
+    record.tests["f"] |= {*record.seconds}
+    record.tests["g"] |= {names[0]}
+    # test_b has no other case, test_c[0] costs nothing, and names[0] alone reaches g.
+    expected = sorted(names[1:5])
+    assert covered(record) == expected
+    record.tests["f"] -= {"t.py::test_b"}
+    assert covered(record) == expected[:3]
 
 
 def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:

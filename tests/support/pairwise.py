@@ -1,8 +1,9 @@
 """Fast matrices: of the cases of a test marked ``pairwise``, so many that any two values that occur together still do.
 
 Of a test marked ``each_value``, whose cases cost much, so many that each value occurs. Of one marked
-``fast_cases("id", ...)`` the cases with these ids, which see what the others see for less. ``make test`` runs those
-cases, ``make test-all`` all of them: the others are marked slow.
+``fast_cases("id", ...)`` the cases with these ids, which see what the others see for less. Of all tests those cases
+that `covered_cases.txt` does not list. ``make test`` runs those cases, ``make test-all`` all of them: the others are
+marked slow.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 import pytest
+
+COVERED = Path(__file__).with_name("covered_cases.txt")
 
 
 def together(row: Sequence[Hashable], strength: int) -> set[Hashable]:
@@ -51,6 +55,23 @@ def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
         others = [item for item in cases if item.nodeid not in {f"{test}[{case_id}]" for case_id in ids}]
         if len(others) + len(ids) == len(cases):
             for item in others:
+                item.add_marker("slow")
+
+
+def covered_cases() -> frozenset[str]:
+    """Node ids of cases that cheaper ones stand for: `tests/support/mutants/covered.py` has chosen them."""
+    return frozenset(COVERED.read_text(encoding="utf-8").splitlines())
+
+
+def mark_covered_slow(items: Sequence[pytest.Item]) -> None:
+    """Mark slow the cases of ``covered_cases``; none of a test of which others were not chosen by hand."""
+    covered, tests = covered_cases(), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        chosen = [item for item in cases if item.nodeid in covered]
+        if len(chosen) < len(cases):
+            for item in chosen:
                 item.add_marker("slow")
 
 

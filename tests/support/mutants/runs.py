@@ -18,6 +18,7 @@ from types import TracebackType
 from tests.support.mutants.edits import Mutant
 from tests.support.mutants.reached import Record, by_promise
 from tests.support.mutants.zygote import NOT_LIVE
+from tests.support.pairwise import covered_cases
 from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +93,7 @@ class Tests:
         self._zygote.wait()
 
     def outcome(self, mutant: Mutant, every: bool) -> Outcome:
-        reaching = self._record.tests.get(mutant.reach, set())
+        reaching = self._record.tests.get(mutant.reach, set()) - covered_cases()
         ranked = by_promise(self._record, mutant.path, reaching, self._breadth)
         slow = sorted({test.partition("::")[0] for test in reaching or self._record.of_file(mutant.path)})
         if not ranked and not (every and slow):
