@@ -1,0 +1,233 @@
+"""Random training programs in JAX: the model that a seed draws, how it is sharded, and what a user then does.
+
+Operations are methods of ``Player``. A program's text alone repeats a failure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from jax import lax
+
+from jax_impl import apply_linen, call_unit, scan_layers, stack_layers
+from tests.support.jax_impl.zoo import Mlp
+
+WRAPS = {
+    "functions": ("plain", "checkpoint", "scan", "loop", "vmap"),
+    "nnx": ("plain", "checkpoint", "scan"),
+    "linen": ("plain", "checkpoint"),
+}
+OPTIMIZERS = ("sgd", "adamw", "momentum", "adam", "injected", "skipping", "by shape")
+# Of both engines, for a mesh of one axis and of two.
+ON_ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
+ON_TWO_AXES = ("no_shard", "optim", "hsdp", "hfsdp")
+MESHES = ((1,), (2,), (2,), (3,), (4,), (2, 2))
+PRECISIONS = ({}, {}, {"param_dtype": "float32"}, {"param_dtype": "float32", "reduce_dtype": "float64"})
+
+
+class World(NamedTuple):
+    """How a program's model is sharded, until it loads its checkpoint in another world."""
+
+    mesh: tuple[int, ...]
+    strategy: str
+    engine: str
+    recompute: bool
+    prefetch: int
+    donate: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """``calls``: the layers in the order of their calls; one may be reused, another unused.
+
+    ``wrap``: what is around a call. ``widths``: of rows, of each layer's hidden values, of targets. ``frozen``,
+    ``replicated``: numbers of parameters. ``weighted``: the loss returns ``(sum, weight)``. ``ops``: names of
+    ``Player``'s methods, with arguments.
+    """
+
+    form: str
+    wrap: str
+    widths: tuple[int, int, int, int]
+    calls: tuple[int, ...]
+    weighted: bool
+    dtype: str
+    precision: dict[str, str]
+    frozen: int | None
+    replicated: int | None
+    optimizer: str
+    worlds: tuple[World, World]
+    ops: tuple[tuple[Any, ...], ...]
+
+
+class Stop(Exception):
+    pass
+
+
+class Seen(nnx.Variable[Any]):
+    """The sum of all rows that a model was trained with."""
+
+
+class Net(nnx.Module):
+    def __init__(self, program: Program) -> None:
+        rows, *hidden, out = program.widths
+        layers = [Mlp(rows, width, rngs=nnx.Rngs(0)) for width in hidden]
+        self.scale = nnx.Param(jnp.ones(rows))
+        self.layers = stack_layers(layers) if program.wrap == "scan" else nnx.List(layers)
+        self.head = nnx.Linear(rows, out, rngs=nnx.Rngs(0))
+        self.seen = Seen(jnp.zeros(rows, program.dtype))
+
+    def __call__(self, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        self.seen[...] += x.sum(0)
+        x = x * self.scale[...]
+        if program.wrap == "scan":
+            return self.head(between(scan_layers(self.layers, x)))
+        for number in program.calls:
+            layer = self.layers[number]
+            x = between(nnx.remat(lambda x, layer=layer: layer(x))(x) if program.wrap == "checkpoint" else layer(x))
+        return self.head(x)
+
+
+class Block(linen.Module):
+    hidden: int
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + linen.Dense(x.shape[-1])(jnp.tanh(linen.Dense(self.hidden)(x)))
+
+
+class LinenNet(linen.Module):
+    program: Program
+
+    def setup(self) -> None:
+        block = linen.remat(Block) if self.program.wrap == "checkpoint" else Block
+        self.layers = [block(width) for width in self.program.widths[1:3]]
+        self.head = linen.Dense(self.program.widths[3])
+
+    def __call__(self, x: jax.Array, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        # An unused layer has no parameters.
+        for number in self.program.calls:
+            x = between(self.layers[number](x))
+        return self.head(x)
+
+
+def layer_of_functions(layer: Any, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(x @ layer["w"] + layer["b"]) @ layer["v"]
+
+
+def _tree(program: Program) -> Any:
+    rows, *hidden, out = program.widths
+    layers = [{"w": np.zeros((rows, h)), "b": np.zeros(h), "v": np.zeros((h, rows))} for h in hidden]
+    stack = jax.tree.map(lambda *leaves: np.stack(leaves), *layers) if program.wrap == "scan" else layers
+    return {"scale": np.zeros(rows), "layers": stack, "head": {"w": np.zeros((rows, out))}}
+
+
+def _of_tree(tree: Any, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    call = partial(call_unit, layer_of_functions)
+    x = x * tree["scale"]
+    if program.wrap == "scan":
+        x = between(lax.scan(lambda x, layer: (call(layer, x), None), x, tree["layers"])[0])
+    for number in program.calls if program.wrap != "scan" else ():
+        layer = tree["layers"][number]
+        if program.wrap == "loop":
+            x = lax.scan(lambda x, _, layer=layer: (call(layer, x), None), x, None, length=2)[0]
+        elif program.wrap == "vmap":
+            x = jax.vmap(partial(call, layer))(x)
+        else:
+            x = (jax.checkpoint(partial(call, layer)) if program.wrap == "checkpoint" else partial(call, layer))(x)
+        x = between(x)
+    return call_unit(lambda head, x: x @ head["w"], tree["head"], x)
+
+
+def make_model(program: Program) -> Any:
+    """The model whose values ``values_of`` gives."""
+    if program.form == "nnx":
+        return Net(program)
+    if program.form == "linen":
+        rows = jnp.ones((1, program.widths[0]))
+        return LinenNet(program).init(jax.random.key(0), rows, lambda x: x)["params"]
+    return _tree(program)
+
+
+def outputs(
+    program: Program, model: Any, x: jax.Array, between: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
+    """What the model has for rows ``x``. ``between``: applied to what each layer returns."""
+    if program.form == "nnx":
+        return model(x, program, between)
+    if program.form == "linen":
+        return apply_linen(LinenNet(program), {"params": model}, x, between)
+    return _of_tree(model, x, program, between)
+
+
+def loss(program: Program, model: Any, batch: Any, **options: Any) -> Any:
+    """The mean of the squared errors of rows, or their sum weighted by the rows' weights, and those weights' sum."""
+    x, target, weight = batch
+    errors = jnp.mean((outputs(program, model, x, **options) - target) ** 2, axis=-1)
+    return (jnp.sum(errors * weight), jnp.sum(weight)) if program.weighted else jnp.mean(errors)
+
+
+def _world(rng: random.Random) -> World:
+    mesh = rng.choice(MESHES)
+    strategy = rng.choice(ON_ONE_AXIS if len(mesh) == 1 else ON_TWO_AXES)
+    engine = rng.choice(("shard_map", "shard_map", "pjit"))
+    return World(mesh, strategy, engine, rng.random() < 0.2, rng.randrange(2), rng.random() < 0.7)
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed."""
+    rng = random.Random(seed)
+    form = rng.choice(tuple(WRAPS))
+    wrap = rng.choice(WRAPS[form])
+    rows, first, out = (rng.choice((2, 3, 4, 5, 7, 8)) for _ in range(3))
+    second = first if wrap == "scan" else rng.choice((1, 4, 6, 9))
+    weighted, optimizer = rng.random() < 0.5, rng.choice(OPTIMIZERS)
+    parts = rng.choice(((1,), (2,), (3,), (1, 2)))
+    operations: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "step": lambda: (rng.choice(parts),),
+        "gradients": lambda: (rng.choice(parts),),
+        "twice": lambda: (rng.choice(parts),),
+        "evaluate": lambda: (),
+        "predict": lambda: (rng.choice((72, 67)),),
+        "write": lambda: (rng.choice(("one", "model", "scaled")), rng.randrange(20)),
+        "raises": lambda: (rng.randrange(3),),
+        "remember": lambda: (),
+        "recall": lambda: (),
+        "other_rows": lambda: (parts[0],),
+        "save_and_load": lambda: (0, rng.random() < 0.5),
+        "in_one_program": lambda: (parts[0],),
+    }
+    likely = {"step": 6, "gradients": 2, "write": 2, "other_rows": 0.3, "in_one_program": 0.3}
+    if weighted:
+        operations["padded"], likely["padded"] = operations["step"], 2
+    if optimizer == "skipping":
+        operations["not_finite"], likely["not_finite"] = operations["step"], 2
+    if optimizer == "injected":
+        operations["rate"], likely["rate"] = lambda: (rng.choice((0.5, 3.0)),), 2
+    names = rng.choices(list(operations), [likely.get(name, 1) for name in operations], k=rng.randint(10, 16))
+    ops = [(name, *operations[name]()) for name in names]
+    # Where the program goes on elsewhere, steps are compiled anew.
+    moved = rng.randint(len(ops) // 2, len(ops))
+    if rng.random() < 0.6:
+        ops[moved:moved] = [("step", parts[0]), ("save_and_load", 1, rng.random() < 0.5), ("step", parts[0])]
+    return Program(
+        form,
+        wrap,
+        (rows, first, second, out),
+        rng.choice(((0, 1), (0, 1), (0, 1, 0), (1, 0), (1,))) if wrap != "scan" else (0, 1),
+        weighted,
+        rng.choice(("float64", "float64", "float64", "float32")),
+        rng.choice(PRECISIONS),
+        rng.randrange(20) if rng.random() < 0.4 else None,
+        rng.randrange(20) if rng.random() < 0.3 else None,
+        optimizer,
+        (_world(rng), _world(rng)),
+        (("step", parts[0]), *ops, ("step", parts[0])),
+    )
