@@ -77,8 +77,8 @@ def _taken_apart(model: Any) -> tuple[Values, Callable[[Values], Any]]:
     paths = ["/".join(map(str, key)) for key, _ in nnx.to_flat_state(parameters)]
 
     def merge(values: Values) -> Any:
-        # The other variables are made anew: each trace may change its own only.
-        own = jax.tree.map(lambda leaf: leaf, others)
+        # Made anew: each trace may change its own only.
+        own = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
         return nnx.merge(graphdef, jax.tree.unflatten(structure, [values[path] for path in paths]), own)
 
     return dict(zip(paths, jax.tree.leaves(parameters), strict=True)), merge
@@ -134,6 +134,13 @@ class Reference:
         self.values = {**self.values, **trained}
         self.seen = self.seen + batch[0].sum(0)
         return {"loss": value, "grad_norm": norm}
+
+
+def _copied(tree: Any, factor: float = 1) -> Any:
+    """Other arrays with the values of ``tree``'s, or ``factor`` times those, that lie as they do."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put((np.asarray(leaf) * factor).astype(leaf.dtype), leaf.sharding), tree
+    )
 
 
 class Player:
@@ -213,7 +220,7 @@ class Player:
             return isinstance(tree, dict) and (is_flat(tree) or set(by_path(tree)) == paths)
 
         trees = [tree for tree in jax.tree.leaves(self.state.opt_state, is_leaf=is_moments) if is_moments(tree)]
-        return [self._whole(tree) if is_flat(tree) else by_path(tree) for tree in trees]
+        return [self._whole(tree) if is_flat(tree) else by_path(jax.tree.map(np.asarray, tree)) for tree in trees]
 
     def _close(self, found: Any, expected: Any, what: str) -> None:
         # Within the largest value of a tensor: single values may be what is left of a difference.
@@ -277,7 +284,7 @@ class Player:
     def twice(self, parts: int) -> None:
         """A step from a copy of the state has the bits of the step from the state."""
         batch = self._batch()
-        after, metrics = self._step(parts)(jax.tree.map(jnp.copy, self.state), batch)
+        after, metrics = self._step(parts)(_copied(self.state), batch)
         self._batches -= 1
         self.step(parts)
         assert self._bits(after) == self._bits()
@@ -315,8 +322,8 @@ class Player:
     def write(self, how: str, number: int) -> None:
         values = self._reference.values
         if how == "scaled":
-            values = {path: value * value.dtype.type(0.9) for path, value in values.items()}
-            weights = jax.tree.map(lambda array: array * 0.9, self.state.weights)
+            values = {path: value * 0.9 for path, value in values.items()}
+            weights = _copied(self.state.weights, 0.9)
         else:
             path = sorted(values)[number % len(values)]
             if how == "one":
@@ -335,21 +342,21 @@ class Player:
             rates["learning_rate"] = rates["learning_rate"] * factor
 
     def remember(self) -> None:
-        self._remembered = jax.tree.map(jnp.copy, self.state), dict(vars(self._reference))
+        self._remembered = _copied(self.state), dict(vars(self._reference))
 
     def recall(self) -> None:
         if self._remembered is not None:
-            self.state = jax.tree.map(jnp.copy, self._remembered[0])
+            self.state = _copied(self._remembered[0])
             vars(self._reference).update(self._remembered[1])
 
-    def save_and_load(self, world: int, asynchronous: bool) -> None:
+    def save_and_load(self, parts: int, world: int, asynchronous: bool) -> None:
         """The same bits come back, in this world or in the other, also of a state that is used up while it is saved."""
         weights, moments = self._whole(self.state.weights), self._moments()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saved"
             if asynchronous:
                 saving = save_checkpoint_async(path, self._plan, self.state)
-                self._step(1)(self.state, self._batch())
+                self._step(parts)(self.state, self._batch())
                 saving.wait()
             else:
                 save_checkpoint(path, self._plan, self.state)

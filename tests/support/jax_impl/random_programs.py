@@ -147,12 +147,12 @@ def _of_tree(tree: Any, x: jax.Array, program: Program, between: Callable[[jax.A
 
 
 def make_model(program: Program) -> Any:
-    """The model whose values ``values_of`` gives."""
+    """The model without values."""
     if program.form == "nnx":
-        return Net(program)
+        return nnx.eval_shape(lambda: Net(program))
     if program.form == "linen":
         rows = jnp.ones((1, program.widths[0]))
-        return LinenNet(program).init(jax.random.key(0), rows, lambda x: x)["params"]
+        return jax.eval_shape(lambda key: LinenNet(program).init(key, rows, lambda x: x)["params"], jax.random.key(0))
     return _tree(program)
 
 
@@ -201,7 +201,7 @@ def draw(seed: int) -> Program:
         "remember": lambda: (),
         "recall": lambda: (),
         "other_rows": lambda: (parts[0],),
-        "save_and_load": lambda: (0, rng.random() < 0.5),
+        "save_and_load": lambda: (parts[0], 0, rng.random() < 0.5),
         "in_one_program": lambda: (parts[0],),
     }
     likely = {"step": 6, "gradients": 2, "write": 2, "other_rows": 0.3, "in_one_program": 0.3}
@@ -216,7 +216,7 @@ def draw(seed: int) -> Program:
     # Where the program goes on elsewhere, steps are compiled anew.
     moved = rng.randint(len(ops) // 2, len(ops))
     if rng.random() < 0.6:
-        ops[moved:moved] = [("step", parts[0]), ("save_and_load", 1, rng.random() < 0.5), ("step", parts[0])]
+        ops[moved:moved] = [("step", parts[0]), ("save_and_load", parts[0], 1, rng.random() < 0.5), ("step", parts[0])]
     return Program(
         form,
         wrap,
