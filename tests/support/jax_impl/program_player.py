@@ -32,6 +32,7 @@ from jax_impl import (
     shard_weights,
     unshard,
 )
+from tests.support.jax_impl.async_jobs import held_back
 from tests.support.jax_impl.random_programs import Program, Stop, World, draw, loss, make_model, outputs
 from tests.support.jax_impl.zoo import by_path
 
@@ -90,7 +91,9 @@ class Reference:
     def __init__(self, program: Program) -> None:
         given, self.merge = _taken_apart(make_model(program))
         rng = np.random.default_rng(0)
-        self.values = {path: rng.normal(0, 0.6, np.shape(x)).astype(program.dtype) for path, x in given.items()}
+        self.values = {
+            path: rng.normal(0, 0.6, np.shape(x)).astype(program.dtype) for path, x in given.items()
+        }
         paths = sorted(given)
         self.frozen, self.replicated = (
             [] if number is None else [paths[number % len(paths)]]
@@ -183,7 +186,7 @@ class Player:
         self._predict = make_eval_step(
             self._plan, lambda model, batch: outputs(program, model, batch), mutable=False
         )
-        self._remembered: tuple[TrainState, Reference] | None = None
+        self._remembered: tuple[TrainState, dict[str, Any]] | None = None
         return weights
 
     def _make_step(self, loss_fn: Callable[..., Any], parts: int) -> Any:
@@ -219,8 +222,12 @@ class Player:
         def is_moments(tree: Any) -> bool:
             return isinstance(tree, dict) and (is_flat(tree) or set(by_path(tree)) == paths)
 
-        trees = [tree for tree in jax.tree.leaves(self.state.opt_state, is_leaf=is_moments) if is_moments(tree)]
-        return [self._whole(tree) if is_flat(tree) else by_path(jax.tree.map(np.asarray, tree)) for tree in trees]
+        trees = [
+            tree for tree in jax.tree.leaves(self.state.opt_state, is_leaf=is_moments) if is_moments(tree)
+        ]
+        return [
+            self._whole(tree) if is_flat(tree) else by_path(jax.tree.map(np.asarray, tree)) for tree in trees
+        ]
 
     def _close(self, found: Any, expected: Any, what: str) -> None:
         # Within the largest value of a tensor: single values may be what is left of a difference.
@@ -254,7 +261,9 @@ class Player:
         batch = self._batch() if batch is None else batch
         before, kept = self.state, None if self._donates else self._bits()
         self.state, metrics = self._step(parts)(before, batch if given is None else given)
-        assert kept is None or kept == self._bits(before), "a step without donation changed the state that it was given"
+        assert kept is None or kept == self._bits(before), (
+            "a step without donation changed the state that it was given"
+        )
         for name, value in self._reference.step(batch).items():
             self._close(metrics[name], value, name)
 
@@ -268,7 +277,9 @@ class Player:
         (x, target, weight), counted = pad_batch(self._plan, batch, parts, rows=ROWS)
         # The model sees added rows, so the sum of all rows has them.
         added = np.pad(batch[1], ((0, 5), (0, 0)))
-        self.step(parts, (x, added, np.pad(batch[2], (0, 5))), (x, target, (weight * counted).astype(weight.dtype)))
+        self.step(
+            parts, (x, added, np.pad(batch[2], (0, 5))), (x, target, (weight * counted).astype(weight.dtype))
+        )
 
     def not_finite(self, parts: int) -> None:
         batch = self._batch()
@@ -298,7 +309,9 @@ class Player:
 
     def evaluate(self) -> None:
         batch = self._batch()
-        self._close(self._evaluate(self.state, batch)["loss"], self._reference.gradients(batch)[0], "evaluated loss")
+        self._close(
+            self._evaluate(self.state, batch)["loss"], self._reference.gradients(batch)[0], "evaluated loss"
+        )
 
     def predict(self, rows: int) -> None:
         x = self._batch()[0]
@@ -341,11 +354,11 @@ class Player:
             rates = owner.opt_state.hyperparams
             rates["learning_rate"] = rates["learning_rate"] * factor
 
-    def remember(self) -> None:
-        self._remembered = _copied(self.state), dict(vars(self._reference))
-
     def recall(self) -> None:
-        if self._remembered is not None:
+        """Goes back to a copy of the state, which is made the first time."""
+        if self._remembered is None:
+            self._remembered = _copied(self.state), dict(vars(self._reference))
+        else:
             self.state = _copied(self._remembered[0])
             vars(self._reference).update(self._remembered[1])
 
@@ -355,15 +368,19 @@ class Player:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saved"
             if asynchronous:
-                saving = save_checkpoint_async(path, self._plan, self.state)
-                self._step(parts)(self.state, self._batch())
-                saving.wait()
+                with held_back() as release:
+                    saving = save_checkpoint_async(path, self._plan, self.state)
+                    self._step(parts)(self.state, self._batch())
+                    release()
+                    saving.wait()
             else:
                 save_checkpoint(path, self._plan, self.state)
             if world:
                 self._enter(self._program.worlds[world])
             self.state = load_checkpoint(path, self._plan, self._optimizer).state
-        for found, expected in zip([self._whole(self.state.weights), *self._moments()], [weights, *moments], strict=True):
+        for found, expected in zip(
+            [self._whole(self.state.weights), *self._moments()], [weights, *moments], strict=True
+        ):
             for name, value in expected.items():
                 np.testing.assert_array_equal(found[name], value, err_msg=name)
 

@@ -26,10 +26,9 @@ WRAPS = {
     "linen": ("plain", "checkpoint"),
 }
 OPTIMIZERS = ("sgd", "adamw", "momentum", "adam", "injected", "skipping", "by shape")
-# Of both engines, for a mesh of one axis and of two.
 ON_ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
 ON_TWO_AXES = ("no_shard", "optim", "hsdp", "hfsdp")
-MESHES = ((1,), (2,), (2,), (3,), (4,), (2, 2))
+MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 PRECISIONS = ({}, {}, {"param_dtype": "float32"}, {"param_dtype": "float32", "reduce_dtype": "float64"})
 
 
@@ -84,14 +83,18 @@ class Net(nnx.Module):
         self.head = nnx.Linear(rows, out, rngs=nnx.Rngs(0))
         self.seen = Seen(jnp.zeros(rows, program.dtype))
 
-    def __call__(self, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
         self.seen[...] += x.sum(0)
         x = x * self.scale[...]
         if program.wrap == "scan":
             return self.head(between(scan_layers(self.layers, x)))
         for number in program.calls:
             layer = self.layers[number]
-            x = between(nnx.remat(lambda x, layer=layer: layer(x))(x) if program.wrap == "checkpoint" else layer(x))
+            x = between(
+                nnx.remat(lambda x, layer=layer: layer(x))(x) if program.wrap == "checkpoint" else layer(x)
+            )
         return self.head(x)
 
 
@@ -129,7 +132,9 @@ def _tree(program: Program) -> Any:
     return {"scale": np.zeros(rows), "layers": stack, "head": {"w": np.zeros((rows, out))}}
 
 
-def _of_tree(tree: Any, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _of_tree(
+    tree: Any, x: jax.Array, program: Program, between: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     call = partial(call_unit, layer_of_functions)
     x = x * tree["scale"]
     if program.wrap == "scan":
@@ -141,7 +146,9 @@ def _of_tree(tree: Any, x: jax.Array, program: Program, between: Callable[[jax.A
         elif program.wrap == "vmap":
             x = jax.vmap(partial(call, layer))(x)
         else:
-            x = (jax.checkpoint(partial(call, layer)) if program.wrap == "checkpoint" else partial(call, layer))(x)
+            x = (
+                jax.checkpoint(partial(call, layer)) if program.wrap == "checkpoint" else partial(call, layer)
+            )(x)
         x = between(x)
     return call_unit(lambda head, x: x @ head["w"], tree["head"], x)
 
@@ -152,7 +159,9 @@ def make_model(program: Program) -> Any:
         return nnx.eval_shape(lambda: Net(program))
     if program.form == "linen":
         rows = jnp.ones((1, program.widths[0]))
-        return jax.eval_shape(lambda key: LinenNet(program).init(key, rows, lambda x: x)["params"], jax.random.key(0))
+        return jax.eval_shape(
+            lambda key: LinenNet(program).init(key, rows, lambda x: x)["params"], jax.random.key(0)
+        )
     return _tree(program)
 
 
@@ -174,53 +183,59 @@ def loss(program: Program, model: Any, batch: Any, **options: Any) -> Any:
     return (jnp.sum(errors * weight), jnp.sum(weight)) if program.weighted else jnp.mean(errors)
 
 
-def _world(rng: random.Random) -> World:
-    mesh = rng.choice(MESHES)
+def _world(rng: random.Random, mesh: tuple[int, ...]) -> World:
     strategy = rng.choice(ON_ONE_AXIS if len(mesh) == 1 else ON_TWO_AXES)
     engine = rng.choice(("shard_map", "shard_map", "pjit"))
     return World(mesh, strategy, engine, rng.random() < 0.2, rng.randrange(2), rng.random() < 0.7)
 
 
-def draw(seed: int) -> Program:
-    """The program of a seed."""
-    rng = random.Random(seed)
-    form = rng.choice(tuple(WRAPS))
-    wrap = rng.choice(WRAPS[form])
-    rows, first, out = (rng.choice((2, 3, 4, 5, 7, 8)) for _ in range(3))
-    second = first if wrap == "scan" else rng.choice((1, 4, 6, 9))
-    weighted, optimizer = rng.random() < 0.5, rng.choice(OPTIMIZERS)
+def _operations(rng: random.Random, weighted: bool, optimizer: str) -> list[tuple[Any, ...]]:
+    """Each operation that needs no new program at least once, and few others: compiling is what costs."""
     parts = rng.choice(((1,), (2,), (3,), (1, 2)))
-    operations: dict[str, Callable[[], tuple[Any, ...]]] = {
+    cheap: dict[str, Callable[[], tuple[Any, ...]]] = {
         "step": lambda: (rng.choice(parts),),
         "gradients": lambda: (rng.choice(parts),),
         "twice": lambda: (rng.choice(parts),),
-        "evaluate": lambda: (),
-        "predict": lambda: (rng.choice((72, 67)),),
         "write": lambda: (rng.choice(("one", "model", "scaled")), rng.randrange(20)),
-        "raises": lambda: (rng.randrange(3),),
-        "remember": lambda: (),
         "recall": lambda: (),
-        "other_rows": lambda: (parts[0],),
         "save_and_load": lambda: (parts[0], 0, rng.random() < 0.5),
-        "in_one_program": lambda: (parts[0],),
     }
-    likely = {"step": 6, "gradients": 2, "write": 2, "other_rows": 0.3, "in_one_program": 0.3}
     if weighted:
-        operations["padded"], likely["padded"] = operations["step"], 2
+        cheap["padded"] = cheap["step"]
     if optimizer == "skipping":
-        operations["not_finite"], likely["not_finite"] = operations["step"], 2
+        cheap["not_finite"] = cheap["step"]
     if optimizer == "injected":
-        operations["rate"], likely["rate"] = lambda: (rng.choice((0.5, 3.0)),), 2
-    names = rng.choices(list(operations), [likely.get(name, 1) for name in operations], k=rng.randint(10, 16))
-    ops = [(name, *operations[name]()) for name in names]
-    # Where the program goes on elsewhere, steps are compiled anew.
-    moved = rng.randint(len(ops) // 2, len(ops))
-    if rng.random() < 0.6:
-        ops[moved:moved] = [("step", parts[0]), ("save_and_load", parts[0], 1, rng.random() < 0.5), ("step", parts[0])]
+        cheap["rate"] = lambda: (rng.choice((0.5, 3.0)),)
+    names = [*cheap, *rng.choices((*cheap, "step", "step", "recall"), k=6)]
+    costly = [("evaluate",), ("predict", rng.choice((67, 67, 72))), ("raises", rng.randrange(3))]
+    rare = [("other_rows", parts[0]), ("in_one_program", parts[0])]
+    ops = [(name, *cheap[name]()) for name in names] + rng.sample(costly, 2)
+    ops += [operation for operation in rare if rng.random() < 0.15]
+    rng.shuffle(ops)
+    ops = [("step", parts[-1]), *ops, ("step", parts[0])]
+    if rng.random() < 0.5:
+        # Where the program goes on elsewhere, all is compiled anew.
+        ops += [
+            ("save_and_load", parts[0], 1, rng.random() < 0.5),
+            ("step", parts[0]),
+            ("recall",),
+            costly[0],
+        ]
+        ops += [("step", parts[0]), ("recall",), ("step", parts[0])]
+    return ops
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed. Seeds in a row have all forms, meshes and optimizers."""
+    rng = random.Random(seed)
+    form, mesh = tuple(WRAPS)[seed % len(WRAPS)], MESHES[seed % len(MESHES)]
+    weighted, optimizer = seed % 2 == 0, OPTIMIZERS[seed % len(OPTIMIZERS)]
+    wrap = rng.choice(WRAPS[form])
+    rows, first, out = (rng.choice((2, 3, 4, 5, 7, 8)) for _ in range(3))
     return Program(
         form,
         wrap,
-        (rows, first, second, out),
+        (rows, first, first if wrap == "scan" else rng.choice((1, 4, 6, 9)), out),
         rng.choice(((0, 1), (0, 1), (0, 1, 0), (1, 0), (1,))) if wrap != "scan" else (0, 1),
         weighted,
         rng.choice(("float64", "float64", "float64", "float32")),
@@ -228,6 +243,6 @@ def draw(seed: int) -> Program:
         rng.randrange(20) if rng.random() < 0.4 else None,
         rng.randrange(20) if rng.random() < 0.3 else None,
         optimizer,
-        (_world(rng), _world(rng)),
-        (("step", parts[0]), *ops, ("step", parts[0])),
+        (_world(rng, mesh), _world(rng, rng.choice(MESHES))),
+        tuple(_operations(rng, weighted, optimizer)),
     )
