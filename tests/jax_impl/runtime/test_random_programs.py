@@ -20,11 +20,10 @@ SECONDS = 20
 @pytest.fixture(autouse=True)
 def _leave_no_programs() -> Iterator[None]:
     """New programs would fill the cache of compiled ones, and no run would meet them again."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.read(name)
-    jax.config.update(name, 3600)
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600.0)
     yield
-    jax.config.update(name, before)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @pytest.mark.slow

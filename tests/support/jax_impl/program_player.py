@@ -295,7 +295,7 @@ class Player:
     def twice(self, parts: int) -> None:
         """A step from a copy of the state has the bits of the step from the state."""
         batch = self._batch()
-        after, metrics = self._step(parts)(_copied(self.state), batch)
+        after, _ = self._step(parts)(_copied(self.state), batch)
         self._batches -= 1
         self.step(parts)
         assert self._bits(after) == self._bits()
@@ -350,9 +350,12 @@ class Player:
         self.state = dataclasses.replace(self.state, weights=weights)
 
     def rate(self, factor: float) -> None:
-        for owner in (self.state, self._reference):
-            rates = owner.opt_state.hyperparams
-            rates["learning_rate"] = rates["learning_rate"] * factor
+        def changed(opt_state: Any) -> Any:
+            rates = opt_state.hyperparams
+            return opt_state._replace(hyperparams={**rates, "learning_rate": rates["learning_rate"] * factor})
+
+        self.state = dataclasses.replace(self.state, opt_state=changed(self.state.opt_state))
+        self._reference.opt_state = changed(self._reference.opt_state)
 
     def recall(self) -> None:
         """Goes back to a copy of the state, which is made the first time."""
@@ -378,9 +381,8 @@ class Player:
             if world:
                 self._enter(self._program.worlds[world])
             self.state = load_checkpoint(path, self._plan, self._optimizer).state
-        for found, expected in zip(
-            [self._whole(self.state.weights), *self._moments()], [weights, *moments], strict=True
-        ):
+        loaded = [self._whole(self.state.weights), *self._moments()]
+        for found, expected in zip(loaded, [weights, *moments], strict=True):
             for name, value in expected.items():
                 np.testing.assert_array_equal(found[name], value, err_msg=name)
 
