@@ -22,8 +22,6 @@ from jax_impl import (
     fully_shard,
     init_state,
     load_checkpoint,
-    main_weight_adamw,
-    main_weight_sgd,
     make_eval_step,
     make_train_step,
     pad_batch,
@@ -33,39 +31,20 @@ from jax_impl import (
     unshard,
 )
 from tests.support.jax_impl.async_jobs import held_back
-from tests.support.jax_impl.random_programs import Program, Stop, World, draw, loss, make_model, outputs
+from tests.support.jax_impl.random_programs import (
+    MADE_OPTIMIZERS,
+    Program,
+    Stop,
+    World,
+    draw,
+    loss,
+    make_model,
+    outputs,
+)
 from tests.support.jax_impl.zoo import by_path
 
 ROWS = 72  # 1 to 4 devices and 1 to 3 microbatches divide it
 Values = dict[str, np.ndarray]
-
-
-def _falling(count: Any) -> Any:
-    return 0.05 / (1 + 0.1 * count)
-
-
-# A large eps keeps Adam from hiding a wrong gradient scale, and from magnifying rounding where gradients are tiny.
-_ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1e-3}
-_CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02, **_ADAM))
-# Of the sharded program and of the reference.
-_OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "sgd": (optax.sgd(_falling),) * 2,
-    "adamw": (
-        main_weight_adamw(_falling, **_ADAM, weight_decay=0.1),
-        optax.adamw(_falling, **_ADAM, weight_decay=0.1),
-    ),
-    "momentum": (
-        main_weight_sgd(0.05, 0.9, weight_decay=0.1),
-        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, 0.9)),
-    ),
-    "adam": (_CLIPPED,) * 2,
-    "injected": (optax.inject_hyperparams(optax.adam)(0.02, **_ADAM),) * 2,
-    "skipping": (optax.apply_if_finite(_CLIPPED, 9),) * 2,
-    "by shape": (
-        optax.adamw(0.02, **_ADAM, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
-    )
-    * 2,
-}
 
 
 def _taken_apart(model: Any) -> tuple[Values, Callable[[Values], Any]]:
@@ -85,6 +64,10 @@ def _taken_apart(model: Any) -> tuple[Values, Callable[[Values], Any]]:
     return dict(zip(paths, jax.tree.leaves(parameters), strict=True)), merge
 
 
+def _norm(gradients: Values) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in gradients.values()))
+
+
 class Reference:
     """The same program on one device: ``values`` are all weights, of which the ``trained`` ones have moments."""
 
@@ -99,7 +82,7 @@ class Reference:
             [] if number is None else [paths[number % len(paths)]]
             for number in (program.frozen, program.replicated)
         )
-        self._optimizer = _OPTIMIZERS[program.optimizer][1]
+        self._optimizer = MADE_OPTIMIZERS[program.optimizer][1]
         self.opt_state: Any = self._optimizer.init(self.trained(self.values))
         self.seen = np.zeros(program.widths[0])
         dtype = program.precision.get("param_dtype", program.dtype)
@@ -114,7 +97,7 @@ class Reference:
 
         def update(gradients: Values, opt_state: Any, trained: Values) -> tuple[Values, Any, jax.Array]:
             updates, opt_state = self._optimizer.update(gradients, opt_state, trained)
-            return optax.apply_updates(trained, updates), opt_state, optax.global_norm(gradients)
+            return optax.apply_updates(trained, updates), opt_state, _norm(gradients)
 
         self._gradients, self._update = jax.jit(jax.value_and_grad(value)), jax.jit(update)
         self._outputs = jax.jit(lambda trained, frozen, x: outputs(program, model(trained, frozen), x))
@@ -157,7 +140,7 @@ class Player:
         self._program = program
         self._reference = Reference(program)
         self._tolerance = 1e-9 if program.dtype == "float64" and not program.precision else 2e-4
-        self._optimizer = _OPTIMIZERS[program.optimizer][0]
+        self._optimizer = MADE_OPTIMIZERS[program.optimizer][0]
         self._batches = 0
         weights = self._enter(program.worlds[0])
         self.state: TrainState = init_state(self._plan, weights, self._optimizer)

@@ -14,10 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen, nnx
 from jax import lax
 
-from jax_impl import apply_linen, call_unit, scan_layers, stack_layers
+from jax_impl import (
+    apply_linen,
+    call_unit,
+    main_weight_adamw,
+    main_weight_sgd,
+    scan_layers,
+    stack_layers,
+)
 from tests.support.jax_impl.zoo import Mlp
 
 WRAPS = {
@@ -34,6 +42,34 @@ ON_ONE_AXIS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_
 ON_TWO_AXES = ("no_shard", "optim", "hsdp", "hfsdp")
 MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 PRECISIONS = ({}, {}, {"param_dtype": "float32"}, {"param_dtype": "float32", "reduce_dtype": "float64"})
+
+
+def _falling(count: Any) -> Any:
+    return 0.05 / (1 + 0.1 * count)
+
+
+# A large eps keeps Adam from hiding a wrong gradient scale, and from magnifying rounding where gradients are tiny.
+_ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1e-3}
+_CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02, **_ADAM))
+# By name: the optimizer of the sharded program, and the reference's.
+MADE_OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (optax.sgd(_falling),) * 2,
+    "adamw": (
+        main_weight_adamw(_falling, **_ADAM, weight_decay=0.1),
+        optax.adamw(_falling, **_ADAM, weight_decay=0.1),
+    ),
+    "momentum": (
+        main_weight_sgd(0.05, 0.9, weight_decay=0.1),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, 0.9)),
+    ),
+    "adam": (_CLIPPED,) * 2,
+    "injected": (optax.inject_hyperparams(optax.adam)(0.02, **_ADAM),) * 2,
+    "skipping": (optax.apply_if_finite(_CLIPPED, 9),) * 2,
+    "by shape": (
+        optax.adamw(0.02, **_ADAM, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
+    )
+    * 2,
+}
 
 
 class World(NamedTuple):
