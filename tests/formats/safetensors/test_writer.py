@@ -22,7 +22,7 @@ from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpo
 from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.files.manifest import manifest_path, object_checksum, read_manifest
 from bridge.core.formats.safetensors.extras import decode_value, encode_value
-from bridge.core.formats.safetensors.header import DTYPE_NAMES, read_header
+from bridge.core.formats.safetensors.header import DTYPE_NAMES, format_header, read_header
 from bridge.core.formats.safetensors.writer import SafetensorsWriter
 from bridge.core.formats.tensors.arrays import array_checksum
 from bridge.core.formats.tensors.base import DTYPES, Box
@@ -351,3 +351,9 @@ def test_create_checkpoint_makes_one(tmp_path: Path) -> None:
         writer.add_tensor("w", (0, 4), F32)
     with open_checkpoint(tmp_path / "c") as reader:
         assert reader.read("w").shape == (0, 4)
+
+
+def test_a_file_without_metadata_has_no_entry_for_it() -> None:
+    header = format_header([("w", F32, (2, 3))], {})
+    assert json.loads(header[8:]) == {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    assert json.loads(format_header([], {"a": "b"})[8:]) == {"__metadata__": {"a": "b"}}

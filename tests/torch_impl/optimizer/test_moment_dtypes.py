@@ -219,6 +219,18 @@ def test_float8_second_moments_follow_changes_far_below_their_spacing() -> None:
     assert ((decoded / exact - 1).abs() < 0.35).all()
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+def test_a_stored_moment_that_is_as_wanted_is_taken_itself(dtype: torch.dtype, on_host: bool) -> None:
+    moment_format, weight = MomentFormat("exp_avg", dtype), torch.zeros(4, 3)
+    state = moment_format.zeros(weight, on_host)
+    scale = state.get("exp_avg_scale")
+    assert (scale is not None) == (dtype == FLOAT8)
+    taken = moment_format.adopt(weight, state["exp_avg"], scale, step=1, on_host=on_host)
+    assert taken.keys() == state.keys()
+    assert all(taken[key] is state[key] for key in state)
+
+
 def bytes_of_moments(dtype: torch.dtype) -> tuple[int, int]:
     model, optimizer = sharded(dtype)
     optimizer.init_state()

@@ -16,6 +16,7 @@ from torch.nn import functional
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import rank_inputs, seeded, whole
+from torch_impl.runtime.ground.late_backward import explain_late_backward
 
 
 @dataclass
@@ -290,3 +291,36 @@ def test_gradients_of_parameters_have_no_graph() -> None:
         model.zero_grad()
     model(x).mean().backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+class FourByFive:
+    """A group of weights of one shape, none of which an operation in place has changed."""
+
+    unit_name = "blocks.0"
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"w{number}" for number in range(count)]
+
+    def whole_weights(self) -> Any:
+        return [(name, torch.zeros(4, 5)) for name in self.names]
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (1, "'w0' of unit 'blocks.0', but"),
+        (4, "'w2' of unit 'blocks.0' or 'w3' of unit 'blocks.0', but"),
+        (5, "'w3' of unit 'blocks.0' or 1 more of this shape, but"),
+        (7, "'w3' of unit 'blocks.0' or 3 more of this shape, but"),
+    ],
+)
+def test_four_weights_are_named_and_the_others_of_their_shape_counted(count: int, names: str) -> None:
+    error = RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "[torch.FloatTensor [5, 4]], which is output 0 of TBackward0, is at version 0; expected version 1"
+    )
+    group: Any = FourByFive(count)
+    explain_late_backward(error, [group], to_parameters=False)
+    (note,) = error.__notes__
+    assert names in note
+    assert f"'w{min(count, 4)}'" not in note
