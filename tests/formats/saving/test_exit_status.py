@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bridge.core.formats.saving import pending
 
 # A limit on the size of files stands for a full disk, which takes rights to make.
 LIMITED = """
@@ -60,3 +63,12 @@ def test_a_save_that_succeeds_ends_with_0(half: str, tmp_path: Path) -> None:
     done = run(half, "async", tmp_path / "a", 100_000_000)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a").is_dir()
+
+
+def test_what_a_program_writes_after_the_report_arrives_when_it_flushes() -> None:
+    arrived = io.BytesIO()
+    stream = pending._FailsAtExit(io.TextIOWrapper(arrived, write_through=False))
+    print("a last word", file=stream, end="")
+    assert arrived.getvalue() == b""
+    stream.flush()
+    assert arrived.getvalue() == b"a last word"

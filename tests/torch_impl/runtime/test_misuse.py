@@ -169,6 +169,15 @@ def test_converting_a_module_inside_a_unit_is_noticed() -> None:
         model(torch.arange(4)).sum().backward()
 
 
+@on_ranks(1)
+def test_an_error_of_a_conversion_itself_stays_as_it_is() -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("of the conversion")
+
+    with pytest.raises(NotImplementedError, match=r"^of the conversion$"):
+        sharded_toy()._apply(refuse)
+
+
 @on_ranks(2)
 def test_replacing_a_sharded_parameter_is_noticed() -> None:
     model = sharded_toy()
