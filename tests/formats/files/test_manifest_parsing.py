@@ -78,6 +78,8 @@ def test_entries_alike_are_read_or_refused_as_each_alone(groups: list[list[dict[
     [
         (("shape", 0), 4.0, "expected sizes of at least 0"),
         (("shape", 0), True, "expected sizes of at least 0"),
+        (("shape", 0), 1 << 63, "expected sizes of at least 0"),
+        (("shape", 0), -1, "expected sizes of at least 0"),
         (("chunks", 0, 0, 0), False, "expected sizes of at least 0"),
         (("chunks", 1, 1, 1), 3.0, "expected sizes of at least 0"),
         (("chunks", 1, 2), "13A92D01", "8 hexadecimal digits in small letters"),

@@ -41,3 +41,9 @@ def test_one_side_that_loses_much_more_is_named_where_no_peer_says_otherwise() -
 def test_float32_has_no_rows() -> None:
     forward = replace(row_of("forward", ("m", "m"), X, X, 1.0), kind="Norm")
     assert list(precision_rows(forward, [""], {"": COARSE}, "float32")) == []
+
+
+def test_a_module_whose_values_one_side_computes_without_a_loss_has_no_row() -> None:
+    forward = replace(row_of("forward", ("m", "m"), X, X, 1.0), kind="Norm")
+    for rounding in (Rounding(0.0, 0.0, 0.0), Rounding(0.0, 3.0, 3.0)):
+        assert list(precision_rows(forward, [""], {"": rounding}, "bfloat16")) == []

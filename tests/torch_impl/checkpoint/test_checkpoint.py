@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from torch_impl.checkpoint.contents import _saved_groups
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)
@@ -371,6 +374,17 @@ def test_plain_sgd_has_no_state_and_continues(tmp_path):
         assert torch.equal(expected, resumed)
     with pytest.raises(CheckpointError, match="expected optimizer state, found none"):
         load_checkpoint(tmp_path / "a", other, _adamw(other))
+
+
+@pytest.mark.parametrize("name", ["optimizer.param_groups.first.lr", "optimizer.param_groups.0"])
+def test_options_of_an_optimizer_that_belong_to_no_group_are_refused_by_name(name):
+    reader = SimpleNamespace(
+        path=Path("c"), objects={"optimizer.param_groups.0.lr": 0.5, name: 0.5}, tensors={}
+    )
+    with pytest.raises(CheckpointError, match=f"^c: expected names like .*0.lr, found '{re.escape(name)}'$"):
+        _saved_groups(reader)
+    del reader.objects[name]
+    assert _saved_groups(reader) == {0: {"lr": 0.5}}
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.support.torch_impl.toy import (
     whole,
 )
 from tests.support.torch_impl.zoo import Adapted
+from torch_impl.checkpoint.full_state_dict import materializing
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACED = [
@@ -140,6 +142,14 @@ def test_a_state_dict_may_be_loaded_instead() -> None:
     assert_same_weights(model, reference, rtol=0, atol=0)
     tokens, _ = batch(0, 1, 1)
     torch.testing.assert_close(model(tokens.view(-1)), reference(tokens.view(-1)))
+
+
+@on_ranks(1)
+def test_a_load_of_optimizer_state_alone_materializes_nothing() -> None:
+    model = sharded(on_meta())
+    info = SimpleNamespace(handle_model=False, full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    assert materializing(lambda *_: "loaded")(model, {}, info) == "loaded"
+    assert all(param.is_meta for param in model.parameters())
 
 
 @on_ranks(2)
