@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bridge.parity.recorded.recording import probe_values
+from bridge.parity.torch.leaves import cast
 from bridge.parity.torch.side import TorchSide
 
 RNG = np.random.default_rng(0)
@@ -841,3 +842,24 @@ def test_sharded_models_give_whole_weights_and_are_refused_otherwise() -> None:
     for call in (lambda: side.record(X), lambda: side.train([X]), lambda: side.load(side.weights())):
         with pytest.raises(ValueError, match=r"up.bias is sharded .* or build it without sharding"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (torch.float32, torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.complex64, torch.float64, torch.complex128),
+        (torch.complex128, torch.float32, torch.complex64),
+        # There is no complex dtype of as many bits.
+        (torch.complex64, torch.bfloat16, torch.complex64),
+        (torch.int64, torch.float64, torch.int64),
+        (torch.bool, torch.float32, torch.bool),
+    ],
+)
+def test_floating_and_complex_tensors_alone_are_cast(
+    stored: torch.dtype, asked: torch.dtype, expected: torch.dtype
+) -> None:
+    tensor = torch.ones(3).to(stored)
+    assert torch.equal(cast(tensor, asked), tensor.to(expected))
+    assert cast(tensor, asked).dtype == expected
