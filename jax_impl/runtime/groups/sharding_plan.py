@@ -255,24 +255,30 @@ class ShardingPlan:
         None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys. The state
         of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
         """
-        key_positions = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
+        names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+        # The longest name of a parameter, and of equally long ones the innermost.
+        spans = sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: (s[0] - s[1], -s[0]))
+        matches = ((*span, "/".join(names[slice(*span)])) for span in spans)
+        first, last, parameter = next(
+            (
+                match
+                for match in matches
+                if match[2] in self.logical and leaf.shape == self.logical[match[2]].shape
+            ),
+            (0, 0, ""),
+        )
         # The innermost key that is known: an optimizer may label arrays with names of its own,
         # further out or in.
-        for i in reversed(key_positions):
+        for i in reversed([i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]):
             key = path[i].key
-            if any(
+            # Not the unit's part of a parameter's path: the array of the unit "head" may have the
+            # shape of the parameter "head/bias".
+            within_path = first <= i < last and last - first > 1
+            if not within_path and any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
             ):
                 return key, (*path[:i], *path[i + 1 :])
-        names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-        # The longest name that is known, and of equally long ones the innermost.
-        for first, last in sorted(
-            itertools.combinations(range(len(path) + 1), 2), key=lambda s: (s[0] - s[1], -s[0])
-        ):
-            name = "/".join(names[first:last])
-            if name in self.logical and leaf.shape == self.logical[name].shape:
-                return name, (*path[:first], *path[last:])
-        return None
+        return (parameter, (*path[:first], *path[last:])) if last else None
 
     def local_pieces(self, key: str, array: jax.Array) -> Iterator[BufferSlice]:
         """The pieces of parameters that this process holds in the array ``key``, a device at a time.

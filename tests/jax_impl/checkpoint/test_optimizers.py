@@ -15,6 +15,7 @@ from flax import nnx
 
 from bridge.core.formats import open_checkpoint
 from jax_impl import (
+    call_unit,
     data_parallel_mesh,
     fully_shard,
     init_state,
@@ -23,7 +24,9 @@ from jax_impl import (
     make_train_step,
     memory_report,
     save_checkpoint,
+    shard_batch,
     shard_weights,
+    unshard,
 )
 from jax_impl.modules.module_tree import parameter_leaves
 from tests.support.jax_impl import checkpoint_runs as runs
@@ -151,3 +154,41 @@ def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
         other, _ = fully_shard(Odd(2), data_parallel_mesh(devices), strategy="optim")
         loaded = load_checkpoint(tmp_path / "c", other, optimizer)
         runs.assert_same_bits(runs.logical(other, loaded.state), expected)
+
+
+def test_the_array_of_a_unit_is_told_from_a_parameter_inside_of_the_unit_that_has_its_shape(
+    tmp_path: Path,
+) -> None:
+    # Whole on one device, the unit "head" has an array "head" of shape (4,), as its only sharded parameter has.
+    random = np.random.default_rng(0)
+    model = {"head": {"bias": random.normal(size=4), "kernel": random.normal(size=(3, 4))}}
+    model = jax.tree.map(lambda values: jnp.asarray(values, jnp.float32), model)
+    batch = random.normal(size=(12, 3)).astype(np.float32), random.normal(size=(12, 4)).astype(np.float32)
+
+    def loss(tree: Any, rows: Any) -> jax.Array:
+        x, y = rows
+        output = call_unit(lambda unit, x: x @ unit["kernel"] + unit["bias"], tree["head"], x)
+        return jnp.mean((output - y) ** 2)
+
+    # A mask by shape: such an optimizer is given the parameters.
+    optimizer = optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+    slopes, opt_state, values = jax.value_and_grad(loss), optimizer.init(model), model
+    for step, devices in enumerate((1, 3, 1)):
+        plan, weights = fully_shard(
+            model, data_parallel_mesh(devices), units=["head"], replicated=["head/kernel"]
+        )
+        state = init_state(plan, weights, optimizer)
+        if step:
+            state = load_checkpoint(tmp_path / str(step - 1), plan, optimizer).state
+        state, metrics = make_train_step(plan, loss, optimizer)(state, shard_batch(plan, batch))
+        expected, gradients = slopes(values, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, values)
+        values = optax.apply_updates(values, updates)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+        for path, array in unshard(plan, state.weights).items():
+            np.testing.assert_allclose(
+                array, values["head"][path.removeprefix("head/")], rtol=1e-5, atol=1e-6
+            )
+        save_checkpoint(tmp_path / str(step), plan, state)
+        with open_checkpoint(tmp_path / str(step)) as reader:
+            assert {"opt_state/0/mu/head/bias", "opt_state/0/nu/head/kernel"} <= reader.tensors.keys()
