@@ -10,10 +10,11 @@ EDITABLE := --config-settings editable_mode=compat -e
 relay: .venv/.installed
 	$(BIN)/twinshard relay
 
-# Two processes, each with rank processes of its own: about 6 GB. A file's tests share compiled steps, so each process
-# begins with a half of the files in a row. By whole files one of the two would wait for the other five minutes of fifteen.
+# Three processes for two cores, since a test of ranks waits for a quarter of its time; each has rank processes of its own:
+# about 9 GB. A file's tests share compiled steps, so each process begins with a third of the files in a row. By whole files
+# one process would wait for another five minutes of fifteen.
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
 # conversions and environments that hold only one framework.
