@@ -60,10 +60,12 @@ def gloo_threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
 def test_groups_of_earlier_calls_leave_no_threads(ranks: RankGroup) -> None:
-    expected = ranks.run(2, gloo_threads)
+    before = ranks.run(2, gloo_threads)
     for _ in range(3):
         ranks.run(2, redistribute)
-    assert ranks.run(2, gloo_threads) == expected
+    # Fewer, where something of an earlier test still held a group.
+    after = ranks.run(2, gloo_threads)
+    assert all(left <= there for left, there in zip(after, before, strict=True)), (before, after)
 
 
 def receive_from_each_other() -> None:
