@@ -81,9 +81,7 @@ def test_ranks_that_wait_for_each_other_are_given_up_soon(
 ) -> None:
     monkeypatch.setattr("tests.support.ranks.RESTING_SECONDS", 3.0)
     start = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"rank 0 of 2: no answer within 240 s; no rank has computed for [3-9] s"
-    ):
+    with pytest.raises(RankError, match=r"rank 0 of 2: no answer and no rank has computed for [3-9] s"):
         ranks.run(2, receive_from_each_other)
     # As long as the machine's load lets it be, but far from the limit, which is gloo's 120 s.
     assert time.monotonic() - start < 60

@@ -160,7 +160,7 @@ def test_noise_is_another_run_or_a_twin_in_float64(compared: Compare) -> None:
     wrong = a * np.float32(1.01)
     report = compared(wrong, b, other)
     assert not report.within
-    assert report.tensors[0].noise > 100  # type: ignore[operator]  # it is a number beside a noise checkpoint
+    assert report.tensors[0].noise > 100  # type: ignore[operator]  # with a noise checkpoint noise is a number
 
 
 def test_noise_that_is_the_same_passes_nothing_that_differs(compared: Compare) -> None:
@@ -203,7 +203,7 @@ def test_noise_has_the_names_of_b_or_of_a_through_the_mapping(tmp_path: Path, na
     assert report.noise == tmp_path / "noise"
     differing = [tensor for tensor in report.tensors if tensor.difference.differing]
     assert len(differing) > 10
-    assert all(0.2 < tensor.noise < 4 for tensor in differing)  # type: ignore[operator]  # beside a noise checkpoint
+    assert all(0.2 < tensor.noise < 4 for tensor in differing)  # type: ignore[operator]  # noise is a number here, too
     part = Selection(drop=("model.norm.*",))
     assert diff(
         tmp_path / "a", tmp_path / "b", mapping="decoder", noise=tmp_path / "noise", selection=part

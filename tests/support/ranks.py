@@ -27,7 +27,7 @@ from tests.support.costs import trees_seconds
 
 MAX_WORLD = 4
 RESTING_SECONDS = 20.0
-"""After which ranks that all wait count as hanging; the longest that a test's rank sleeps is 3."""
+"""After which ranks that all wait count as hanging. Ranks of tests sleep for parts of a second."""
 PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"]
 
 
@@ -161,8 +161,11 @@ class RankGroup:
             while not (answered := pipe.poll(1)) and time.monotonic() < deadline and not work.rests():
                 continue
             if not answered:
-                seconds = f"{timeout} s; no rank has computed for {work.resting_seconds():.0f} s"
-                errors.append(f"rank {rank} of {world}: no answer within {seconds}")
+                rested = work.resting_seconds()
+                waits = (
+                    f"and no rank has computed for {rested:.0f} s" if rested > 1 else f"within {timeout} s"
+                )
+                errors.append(f"rank {rank} of {world}: no answer {waits}")
                 continue
             try:
                 status, value = pickle.loads(pipe.recv_bytes())

@@ -247,7 +247,7 @@ def load_checkpoint(
     def stage() -> _Staged:
         if optimizer is not None:
             # Saved moments are read into live ones, which an optimizer has only after its first step.
-            added.extend(materialize_state(optimizer))
+            added.extend(materialize_state(optimizer, overwritten=True))
         with open_checkpoint(directory / str(chosen)) as reader:
             named: CheckpointReader = reader
             if mapping is not None:

@@ -94,11 +94,12 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
     return tensors
 
 
-def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
+def materialize_state(optimizer: Optimizer, *, overwritten: bool = False) -> list[torch.Tensor]:
     """Give trainable parameters without optimizer state the state they have before a first step; returns them.
 
     Zero moments and step 0 change no later result; weights are not touched, whatever the weight decay.
-    Raises ValueError for an optimizer whose initial state is not known.
+    overwritten: whether a load replaces every value. Raises ValueError for an optimizer whose initial state is not
+    known.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = [p for p in params if not optimizer.state.get(p)]
@@ -110,7 +111,7 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
         init_state()
     elif isinstance(optimizer, torch.optim.Adam):
         _init_adam_state(optimizer)
-    elif _is_undamped_sgd(optimizer):
+    elif isinstance(optimizer, torch.optim.SGD) and (overwritten or not _is_damped(optimizer)):
         _init_momentum(optimizer)
     else:
         raise ValueError(
@@ -141,11 +142,10 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
             optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _is_undamped_sgd(optimizer: Optimizer) -> bool:
-    # SGD's first step takes the whole gradient into the momentum, also with dampening, so zero momentum before a
-    # first step gives the same result only without dampening.
-    undamped = not any(group.get("dampening") for group in optimizer.param_groups)
-    return isinstance(optimizer, torch.optim.SGD) and undamped
+def _is_damped(optimizer: torch.optim.SGD) -> bool:
+    # SGD's first step takes the whole gradient into the momentum, whatever the dampening. A step from zero momentum
+    # takes 1 - dampening of the gradient.
+    return any(group["dampening"] for group in optimizer.param_groups)
 
 
 def _init_momentum(optimizer: Optimizer) -> None:

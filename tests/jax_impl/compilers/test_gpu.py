@@ -269,27 +269,27 @@ def test_all_transfers_of_scanned_layers_run_beside_products(gpu: Compile, recom
         for collective in compiled.collectives
         if layer.size in (array.size for array in collective.arrays)
     ]
-    # Beside the first unit and the last one of a step no product runs.
-    beside = {
+    # No product runs while the first unit of a step is gathered or the last one is reduced.
+    overlapped = {
         operation: sum(
             collective.times for collective in each if collective.kind == operation and collective.overlaps
         )
         for operation in (GATHER, SCATTER)
     }
-    assert beside == {GATHER: 2 * layer.layers - 1, SCATTER: layer.layers - 1}
+    assert overlapped == {GATHER: 2 * layer.layers - 1, SCATTER: layer.layers - 1}
 
 
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=SLOW), True])
 def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
     (setting,) = large("h100:8", "shard_map", units=APART, stacked=stacked, forward=True).values
     compiled = gpu(setting)
-    # No product stands before what is not here: the root's scale, the embedding and the first layer.
-    beside = [
+    # No product precedes the gathers of the root's scale, of the embedding and of the first layer.
+    overlapped = [
         collective for collective in compiled.collectives if collective.kind == GATHER and collective.overlaps
     ]
     gathered = Counter(
         size
-        for collective in beside
+        for collective in overlapped
         for array in collective.arrays
         for size in [array.size] * collective.times
     )

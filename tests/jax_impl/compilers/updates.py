@@ -28,9 +28,9 @@ def assert_streamed(setting: Setting, compiled: Compiled, tiles: float = 1.0) ->
         assert sum(transfer.bytes for transfer in direction) <= tiles * whole
     # Two keys' moments, and half of one more.
     assert temporary <= 2.5 * max(travelling) + 2**16
-    # Nothing runs beside the very first ones, and transfers one way run beside those the other way.
-    beside = sum(transfer.bytes for transfer in ins if transfer.computes or transfer.against)
-    assert beside >= 0.6 * whole
+    # Nothing overlaps the very first transfers; transfers of both directions overlap each other.
+    overlapped = sum(transfer.bytes for transfer in ins if transfer.computes or transfer.against)
+    assert overlapped >= 0.6 * whole
     assert sum(transfer.bytes for transfer in ins if transfer.computes) >= 0.3 * whole
 
 

@@ -72,12 +72,12 @@ class Reference:
     """The same program on one device: ``values`` are all weights, of which the ``trained`` ones have moments."""
 
     def __init__(self, program: Program) -> None:
-        given, self.merge = _taken_apart(make_model(program))
+        abstract, self.merge = _taken_apart(make_model(program))
         rng = np.random.default_rng(0)
         self.values = {
-            path: rng.normal(0, 0.6, np.shape(x)).astype(program.dtype) for path, x in given.items()
+            path: rng.normal(0, 0.6, np.shape(x)).astype(program.dtype) for path, x in abstract.items()
         }
-        paths = sorted(given)
+        paths = sorted(abstract)
         self.frozen, self.replicated = (
             [] if number is None else [paths[number % len(paths)]]
             for number in (program.frozen, program.replicated)
@@ -89,11 +89,11 @@ class Reference:
 
         def model(trained: Values, frozen: Values) -> Any:
             values = {**frozen, **{path: leaf.astype(dtype) for path, leaf in trained.items()}}
-            return self.merge({path: values[path] for path in given})
+            return self.merge({path: values[path] for path in abstract})
 
         def value(trained: Values, frozen: Values, batch: Any) -> jax.Array:
-            result = loss(program, model(trained, frozen), batch)
-            return result[0] / result[1] if program.weighted else result
+            mean = loss(program, model(trained, frozen), batch)
+            return mean[0] / mean[1] if program.weighted else mean
 
         def update(gradients: Values, opt_state: Any, trained: Values) -> tuple[Values, Any, jax.Array]:
             updates, opt_state = self._optimizer.update(gradients, opt_state, trained)
@@ -212,15 +212,15 @@ class Player:
             self._whole(tree) if is_flat(tree) else by_path(jax.tree.map(np.asarray, tree)) for tree in trees
         ]
 
-    def _close(self, found: Any, expected: Any, what: str) -> None:
+    def _close(self, actual: Any, expected: Any, what: str) -> None:
         # Within the largest value of a tensor: single values may be what is left of a difference.
         scale = float(np.nan_to_num(np.abs(expected)).max(initial=1e-3))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=self._tolerance * scale, err_msg=what)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=self._tolerance * scale, err_msg=what)
 
-    def _close_trees(self, found: Values, expected: Values, what: str) -> None:
-        assert sorted(found) == sorted(expected), what
+    def _close_trees(self, actual: Values, expected: Values, what: str) -> None:
+        assert sorted(actual) == sorted(expected), what
         for path, value in expected.items():
-            self._close(found[path], value, f"{what} {path}")
+            self._close(actual[path], value, f"{what} {path}")
 
     def _compare(self, what: str) -> None:
         reference = self._reference
@@ -230,8 +230,8 @@ class Player:
         paths = reference.trained(reference.values).keys()
         leaves = jax.tree.leaves(reference.opt_state, is_leaf=lambda tree: isinstance(tree, dict))
         expected = [tree for tree in leaves if isinstance(tree, dict) and tree.keys() == paths]
-        for found, moments in zip(self._moments(), expected, strict=True):
-            self._close_trees(found, moments, f"moments after {what}")
+        for actual, moments in zip(self._moments(), expected, strict=True):
+            self._close_trees(actual, moments, f"moments after {what}")
         for value in self.state.variables.values():
             self._close(value, reference.seen, f"the sum of rows after {what}")
 
@@ -240,13 +240,11 @@ class Player:
 
     # Operations.
 
-    def step(self, parts: int, batch: Any = None, given: Any = None) -> None:
+    def step(self, parts: int, batch: Any = None, padded: Any = None) -> None:
         batch = self._batch() if batch is None else batch
         before, kept = self.state, None if self._donates else self._bits()
-        self.state, metrics = self._step(parts)(before, batch if given is None else given)
-        assert kept is None or kept == self._bits(before), (
-            "a step without donation changed the state that it was given"
-        )
+        self.state, metrics = self._step(parts)(before, batch if padded is None else padded)
+        assert kept is None or kept == self._bits(before), "a step without donation changed its argument"
         for name, value in self._reference.step(batch).items():
             self._close(metrics[name], value, name)
 
@@ -365,9 +363,9 @@ class Player:
                 self._enter(self._program.worlds[world])
             self.state = load_checkpoint(path, self._plan, self._optimizer).state
         loaded = [self._whole(self.state.weights), *self._moments()]
-        for found, expected in zip(loaded, [weights, *moments], strict=True):
+        for actual, expected in zip(loaded, [weights, *moments], strict=True):
             for name, value in expected.items():
-                np.testing.assert_array_equal(found[name], value, err_msg=name)
+                np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 def play(seed: int) -> None:

@@ -33,7 +33,7 @@ WRAPS = {
     "nnx": ("plain", "checkpoint", "scan"),
     "linen": ("plain", "checkpoint"),
 }
-# The one that most programs use comes again within three seeds.
+# AdamW, which most programs use, comes again within three seeds.
 OPTIMIZERS = (
     *("adamw", "sgd", "momentum", "adamw", "adam", "injected"),
     *("adamw", "skipping", "by shape", "adamw", "adam"),

@@ -424,6 +424,21 @@ def test_sgd_momentum_with_dampening_that_some_parameters_lack_is_refused(tmp_pa
         save_checkpoint(tmp_path / "a", model, optimizer)
 
 
+def test_sgd_momentum_with_dampening_goes_on_in_a_fresh_optimizer(tmp_path):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    model, resumed = _decoder(1), _decoder(2)
+    optimizer, resumed_optimizer = sgd(model), sgd(resumed)
+    _step(model, optimizer, 0)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    load_checkpoint(tmp_path / "a", resumed, resumed_optimizer)
+    for index in (5, 6):
+        _step(model, optimizer, index)
+        _step(resumed, resumed_optimizer, index)
+    _assert_equal(_state(resumed, resumed_optimizer), _state(model, optimizer))
+
+
 def test_loading_what_is_not_there_or_no_directory_raises(tmp_path):
     model, optimizer = _trained(steps=0)
     (tmp_path / "file").write_text("")
