@@ -44,6 +44,11 @@ def covered(record: Record) -> list[str]:
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0]) if arguments else Path(tempfile.gettempdir()) / "twinshard-mutants"
     record = Record.load(folder / "reached.json")
+    if not record.seconds:
+        raise SystemExit(
+            f"{folder / 'reached.json'}: expected a record of the fast tier, found none: run "
+            "python -m tests.support.mutants --record tests"
+        )
     left_out = covered(record)
     COVERED.write_text("".join(f"{test}\n" for test in left_out), encoding="utf-8")
     seconds = sum(record.seconds[test] for test in left_out)
