@@ -57,7 +57,10 @@ def hold_until(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array,
     """
     # Zeros, not the gate in the dtype of the array: with that, scanned layers of the pjit engine
     # needed 1.15 of the memory of a step by hand on 8 GPUs.
-    return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
+    # Zeros behind a fence: else XLA makes them one array with the zeros of a gradient that is
+    # scattered, such as a table's, and that array lies in memory (664 MB instead of 533).
+    zeros = fence({array.dtype: jnp.zeros((), array.dtype) for array in arrays})
+    return tuple(jnp.where(gate, array, zeros[array.dtype]) for array in arrays)
 
 
 def gate_after(tree: Tree) -> jax.Array:

@@ -146,7 +146,11 @@ class LogicalGroup(Levels):
         return tuple(jnp.zeros(array.shape, self.wire.grad) for array in self.arrays)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return self._lying(map(self.wire.cast, sources), 0, one_layer=True)
+        # Where they lie first: else XLA gathers before the choice that holds a gather (hold_until),
+        # which then holds nothing and copies whole weights (decoder of 4 layers, 32,000 tokens, 64
+        # H100s: 394 MB instead of 305).
+        lying = self._lying(map(self.wire.cast, sources), self.strategy.parameters, one_layer=True)
+        return self._lying(lying, 0, one_layer=True)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(whole)
