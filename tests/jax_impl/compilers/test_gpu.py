@@ -163,7 +163,7 @@ IN_ROOT = wrong(
         large("h100:64", "shard_map", SLOW, recompute=True),
         large("h100:64", "shard_map", SLOW, stacked=True, recompute=True),
         large("h100:64", "pjit", SLOW, recompute=True),
-        large("h100:64", "pjit", SLOW, IN_ROOT, stacked=True, recompute=True),
+        large("h100:64", "pjit", SLOW, stacked=True, recompute=True),
         large("h100:8", "shard_map", SLOW, stacked=True),
         *(
             large("h100:8", engine, SLOW, IN_ROOT, stacked=True, recompute=True)
