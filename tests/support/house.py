@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "jax_impl", "torch_impl")
+_IMPORT = re.compile(rf"from ((?:{'|'.join(PACKAGES)})(?:\.\w+)*) import ([\w, ]+)")
 _DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+")
 
 
@@ -88,6 +89,30 @@ def missing_modules(module: str) -> list[str]:
         elif isinstance(node, ast.Call):
             named += _parts_of_runtimes(node)
     return [name for name in named if name not in files()]
+
+
+def missing_names_in_programs(path: Path) -> list[str]:
+    """Lines ``from a.module import names`` in a file's text, such as a test's programs, whose names do not exist."""
+    texts = (
+        node.value
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " import " in node.value
+    )
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return [
+        match[0] for line in lines if (match := _IMPORT.fullmatch(line)) and not _exists(match[1], match[2])
+    ]
+
+
+def _exists(module: str, names: str) -> bool:
+    if module not in files():
+        return False
+    # A name that is written in the module: whether it is bound there is seen where the program runs.
+    source = files()[module].read_text(encoding="utf-8")
+    return all(
+        re.search(rf"\b{re.escape(name)}\b", source) or f"{module}.{name}" in files()
+        for name in re.findall(r"(\w+)(?: as \w+)?(?:,|$)", names)
+    )
 
 
 def rooms() -> list[str]:
