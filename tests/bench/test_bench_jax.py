@@ -1,4 +1,4 @@
-"""The JAX benchmark keeps its books right; how fast anything is, is not judged here."""
+"""Tests that the JAX benchmark computes its tables correctly. They do not judge speed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a user can reach in each half, and which parts of one half answer which of the other.
+"""The public surface of both runtimes, and the counterparts of each part.
 
 An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or
-field of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every
-other one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
+field of a public class (``FSDPModule.no_sync``). Atoms with the same name in both runtimes are twins. Every other atom
+needs a ``Row`` with its counterparts, or with the reason why the other runtime has none.
 
-``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` puts it there.
+``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` writes it into them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ READMES = (ROOT / "torch_impl" / "README.md", ROOT / "jax_impl" / "README.md")
 
 @dataclass(frozen=True)
 class Row:
-    """``torch``, ``jax``: atoms, or other code that is shown as it is (after "~"). ``why``: of an empty side.
+    """``torch``, ``jax``: atoms, or other code to show as it is (after "~"). ``why``: the reason for an empty side.
 
-    feature: as the READMEs show it; "" for what only this file tells.
+    feature: the text in the READMEs; "" for a row that the READMEs do not show.
     """
 
     feature: str
@@ -36,9 +36,9 @@ class Row:
 
 
 def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
-    """All atoms of a half; ``extra``: keywords that a signature hides in ``**options``, by callable.
+    """All atoms of a runtime. ``extra``: keywords that a signature hides in ``**options``, by callable.
 
-    Of callables those keywords that may be left out: what must be given is the half's own way to name a model.
+    Only optional keywords of callables count, because required arguments are the runtime's own way to name a model.
     """
     names: set[str] = set()
     for name in module.__all__:
@@ -56,12 +56,12 @@ def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
 
 
 def _has_members(name: str, class_: type) -> bool:
-    """Whether a user calls or sets the parts of a class; those of results are read, as the half's own words say it."""
+    """Whether users call or set members of the class. Members of result classes are only read and do not count."""
     return not _is_shared(class_) and name.endswith(("Module", "Manager", "Policy", "Save"))
 
 
 def _members(class_: type, module: ModuleType) -> set[str]:
-    """Public methods and fields that the half itself defines."""
+    """Public methods and fields that the runtime itself defines."""
     own = [base for base in class_.__mro__ if base.__module__.startswith(module.__name__)]
     defined = {name for base in own for name in vars(base) if not name.startswith("_")}
     return defined | _fields(class_)
@@ -72,7 +72,7 @@ def _fields(class_: type) -> set[str]:
 
 
 def _is_shared(class_: type) -> bool:
-    """Whether both halves have the very same class."""
+    """Whether both runtimes share the class."""
     return class_.__module__.startswith("bridge")
 
 
@@ -103,7 +103,7 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def in_readme(path: Path) -> str:
-    """The table that a README has now; "" without one."""
+    """The current table of a README; "" without a table."""
     match = re.search(f"{BEGIN}\n(.*?){END}", path.read_text(encoding="utf-8"), re.DOTALL)
     return match[1] if match else ""
 
