@@ -1,4 +1,4 @@
-"""What is compiled, and what is told about it. No JAX here: both cross processes as JSON."""
+"""Settings to compile, and the results. This file imports no JAX: both cross processes as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of a step whose state lies in the host's memory: how they are lowered, and transfers as scheduled."""
+"""Lowered programs of a step whose state lies in host memory, and their transfers in scheduled order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A process that compiles settings for absent devices: ``Compiler`` talks to it, ``main`` is it.
+"""Compile settings for absent devices in a process: ``Compiler`` talks to the process, ``main`` runs in it.
 
-Nothing is allocated: weights and batches are shapes.
+The process allocates nothing: weights and batches are shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What processes run in the tests of asynchronous saves and of the manager, and how writing is held back."""
+"""Jobs of processes in the tests of asynchronous saves and of the manager, and ways to hold writes back."""
 
 from __future__ import annotations
 

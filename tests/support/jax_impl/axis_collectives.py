@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, with the mesh axes that each is over."""
+"""The collectives of a compiled program, with the mesh axes of each collective."""
 
 from __future__ import annotations
 

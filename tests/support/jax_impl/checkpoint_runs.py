@@ -1,4 +1,4 @@
-"""Training runs to interrupt: plans and compiled steps are made once for each number of devices and strategy."""
+"""Training runs to interrupt. Plans and compiled steps are made once per number of devices and strategy."""
 
 from __future__ import annotations
 

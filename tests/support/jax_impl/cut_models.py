@@ -1,4 +1,4 @@
-"""Small models whose sizes 2 and 4 divide, what model axes cut of them, and how they train unsharded."""
+"""Small models whose sizes 2 and 4 divide, their cuts over model axes, and their unsharded training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model of units over a pytree, as a list of layers and as a stack, whose rows can be made to overflow."""
+"""A small model of units over a pytree, as a list of layers and as a stack. Its rows can be made to overflow."""
 
 from __future__ import annotations
 

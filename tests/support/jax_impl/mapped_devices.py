@@ -1,7 +1,7 @@
-"""``jax.shard_map`` on one device: mesh axes are mapped ones, and collectives are sums and copies.
+"""Emulate ``jax.shard_map`` on one device: mesh axes become mapped axes, and collectives become sums and copies.
 
-Programs of accelerators may so run with different data on each of several devices. On simulated devices their
-collectives, which do not follow one another, could meet and hang.
+Programs for accelerators can so run with different data on each of several devices. On simulated devices their
+unordered collectives could meet in different orders and hang.
 """
 
 from __future__ import annotations

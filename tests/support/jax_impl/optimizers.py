@@ -1,4 +1,4 @@
-"""Every public transformation of optax and optax.contrib, made with arguments of which it trains a small model."""
+"""Every public transformation of optax and optax.contrib, with arguments that train a small model."""
 
 from __future__ import annotations
 

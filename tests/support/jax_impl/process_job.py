@@ -1,6 +1,6 @@
-"""Groups of processes under ``jax.distributed`` on this machine, and what each of them does.
+"""Groups of processes under ``jax.distributed`` on this machine, and their jobs.
 
-A group's processes start once and run one job after another, all of them the same one. Run as a program by ``Group``.
+The processes of a group start once and run the same jobs one after another. ``Group`` runs this file as a program.
 """
 
 from __future__ import annotations

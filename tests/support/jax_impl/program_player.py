@@ -1,4 +1,4 @@
-"""Plays random programs sharded and, as the reference, on one device with plain JAX and optax and the whole batch."""
+"""Run random programs sharded, and as a reference on one device with plain JAX, optax and the whole batch."""
 
 from __future__ import annotations
 

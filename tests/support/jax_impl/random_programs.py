@@ -1,6 +1,6 @@
-"""Random training programs in JAX: the model that a seed draws, how it is sharded, and what a user then does.
+"""Random training programs in JAX. A seed draws the model, its sharding, and the user's operations.
 
-Operations are methods of ``Player``. A program's text alone repeats a failure.
+Operations are methods of ``Player``. The text of a program suffices to repeat a failure.
 """
 
 from __future__ import annotations

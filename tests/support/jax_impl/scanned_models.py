@@ -1,6 +1,6 @@
-"""Models with scanned layers, and one value that they are trained for: what a program may do around and in a loop.
+"""Models with scanned layers and a training target, with many operations around and inside the loop.
 
-Of a pytree, the layers lie in stacks under ``layers``; every layer has other weights, so that a wrong one shows.
+In a pytree model, the layers are stacks under ``layers``. Every layer has other weights, so that a wrong layer shows.
 """
 
 from __future__ import annotations

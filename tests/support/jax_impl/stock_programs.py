@@ -1,4 +1,4 @@
-"""Unsharded training programs in plain nnx and optax, and the trees that they save by stock Orbax."""
+"""Unsharded training programs in plain nnx and optax, and the trees that they save with stock Orbax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flax nnx models that no one here wrote, each made small by its own configuration."""
+"""Public flax nnx models, each made small by its own configuration."""
 
 from __future__ import annotations
 

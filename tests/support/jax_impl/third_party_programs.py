@@ -1,4 +1,4 @@
-"""What a test needs of a model that no one here wrote: batches, losses, and its weights apart from the rest."""
+"""Batches, losses and separated weights of public models, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linen, haiku and equinox models that no one here wrote, each made small by its own configuration."""
+"""Public linen, haiku and equinox models, each made small by its own configuration."""
 
 from __future__ import annotations
 

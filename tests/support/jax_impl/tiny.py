@@ -1,4 +1,4 @@
-"""A decoder small enough to compile in a second, whose sizes divide by nothing in common."""
+"""A decoder that compiles in a second. Its sizes have no common divisor."""
 
 from __future__ import annotations
 

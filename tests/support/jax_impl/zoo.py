@@ -1,4 +1,4 @@
-"""Models and data that tests share: trees of arrays, flax modules, and rows of which no two are the same."""
+"""Models and data that tests share: trees of arrays, flax modules, and rows that all differ."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Mutants that no one chose: ``python -m tests.support.mutants [--seed S] [--count N] [--all] [ROOM ...]``.
+"""Test the tests with random mutants: ``python -m tests.support.mutants [--seed S] [--count N] [--all] [ROOM ...]``.
 
-Draws ``--count`` mutants over the rooms of the product, from each as many as its share of lines, and lets the tests
-that reach a mutated function look for the fault in a copy of the checkout: those of the fast tier, with ``--all`` also
-the slow tests of the same files. The seed is printed; the same seed draws the same mutants of the same code. Results
-are kept in ``--folder``, so that a run that was ended goes on where it was.
+Draws ``--count`` mutants over the packages of the product, in proportion to their lines. The tests that reach a mutated
+function then run in a copy of the checkout: tests of the fast tier, and with ``--all`` also the slow tests of the same
+files. The seed is printed. The same seed draws the same mutants of the same code. ``--folder`` keeps the results, so an
+interrupted run can continue.
 
-A mutant is undecided where ``--budget`` ended before all tests that reach it had run; undecided ones, like those that
-survived, count as not killed, and equivalent ones (``equivalent.toml``) do not count.
+A mutant is undecided if ``--budget`` ends before all its tests have run. Undecided and surviving mutants count as not
+killed. Equivalent mutants (``equivalent.toml``) do not count.
 
     python -m tests.support.mutants --record tests/torch_impl tests/sharding
 
-runs tests of the fast tier once and notes which functions each reaches; what is recorded of other tests stays.
+runs tests of the fast tier once and records the functions that each test reaches. Earlier records of other tests stay.
 """
 
 from __future__ import annotations

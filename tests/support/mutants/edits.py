@@ -1,7 +1,7 @@
-"""Every small change that this generator knows, as an edit of a function's source text.
+"""All small changes that the mutant generator knows, as edits of a function's source text.
 
-An edit replaces one range of characters, so that the rest of the file, its comments included, stays as written. What an
-error says, what is logged, annotations and docstrings are left alone: no test should hold each word of a message.
+An edit replaces one range of characters, so the rest of the file stays as written. Error texts, log texts, annotations
+and docstrings stay unchanged, because no test should check each word of a message.
 """
 
 from __future__ import annotations

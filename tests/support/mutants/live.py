@@ -1,4 +1,4 @@
-"""Puts a mutant into functions that are imported already, so that a run of tests need not import the product again."""
+"""Put a mutant into functions that are already imported, so that a test run need not import the product again."""
 
 from __future__ import annotations
 

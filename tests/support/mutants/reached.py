@@ -1,8 +1,8 @@
-"""Which functions of the product each test reaches, in whatever process they run.
+"""Record which functions of the product each test reaches, in any process.
 
-The record is made in a copy of the checkout whose functions begin with a call of ``note``. Rank processes, legs of the
-relay and commands that tests start import the same files, so what they run counts for the test that was running. Code
-that JAX has traced for an earlier test does not run again: such a function has that earlier test.
+The record is made in a copy of the checkout in which every function begins with a call of ``note``. Rank processes,
+legs of the relay and commands that tests start import the same files, so their functions count for the running test. If
+JAX traced a function for an earlier test, the function does not run again and counts only for the earlier test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of tests in a copy of the checkout, where mutants are put in. The checkout itself is never changed."""
+"""Run tests in a copy of the checkout that holds a mutant. The checkout itself never changes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A process that has imported frameworks, product and tests once, and forks a pytest for each run.
+"""A process that imports frameworks, product and tests once, and forks a pytest for each run.
 
-Run in a copy of the checkout, with the test files that will be asked for. Its first line out, ``ready``, says that all
-is imported, so that files may change. Then a line of JSON in, ``{"arguments": [...], "limit": seconds, "mutant": [path,
-function] or null}``, and a line out, ``{"code": ..., "output": ...}``. Code None: the run was ended after its limit.
-Code ``NOT_LIVE``: the mutant needs a process that has not imported the product.
+Run this in a copy of the checkout, with the requested test files as arguments. Its first output line, ``ready``, says
+that all imports are done, so files can change. Each input line is JSON, ``{"arguments": [...], "limit": seconds,
+"mutant": [path, function] or null}``, and each output line is ``{"code": ..., "output": ...}``. Code None means that
+the run exceeded its limit. Code ``NOT_LIVE`` means that the mutant needs a process without imports of the product.
 """
 
 from __future__ import annotations

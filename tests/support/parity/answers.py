@@ -1,4 +1,4 @@
-"""Which torch module a fault belongs to, worked out from the parameters that modules of both models own."""
+"""Find the torch module to which a fault belongs, from the parameters that modules of both models own."""
 
 from __future__ import annotations
 

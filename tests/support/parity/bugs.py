@@ -1,7 +1,7 @@
-"""Planted bugs: each a fault in one module of one model of a fresh pair, and the right answer. ``bugs.toml`` has them.
+"""Planted bugs: a fault in one module of one model of a fresh pair, with the right answer. ``bugs.toml`` lists them.
 
-A row of the table is ``[what, side, path, how, ..., answer]``: what is wrong, in which model, at which module, how it
-is planted (one of ``HOWS``) with what, and the right answer where that is not the torch module at ``path``::
+A row is ``[what, side, path, how, ..., answer]``: the fault, the model, the module, the method (one of ``HOWS``) with
+its arguments, and the right answer, if that is not the torch module at ``path``::
 
     ["eps", "torch", "model.norm", "put", {eps = 1e-3}, {}]
     ["no mask", "jax", "layers/0/attention", "edit", [["causal=True", "causal=False"]], {module = "layers.0.attn"}]

@@ -1,4 +1,4 @@
-"""Small pairs of one model in PyTorch and JAX, for tests that compare them."""
+"""Small models in PyTorch and JAX, in pairs, for tests that compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank processes do for ``test_policy_runtimes``: shard a model by a policy file, and report all of it."""
+"""Rank functions for ``test_policy_runtimes``: shard a model by a policy file, and report everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small MLP with a layer norm, in PyTorch and in nnx: for run files and traces. Tests copy this file, too."""
+"""A small MLP with a layer norm in PyTorch and in nnx, for run files and traces. Tests also copy this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planted bugs put in the place of right code: functions that ``bugs.toml`` names."""
+"""Wrong functions that planted bugs substitute for right ones. ``bugs.toml`` names them."""
 
 from __future__ import annotations
 

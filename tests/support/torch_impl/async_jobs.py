@@ -1,4 +1,4 @@
-"""What the rank processes run in the tests of asynchronous saves and of the manager."""
+"""Rank functions of the tests of asynchronous saves and of the manager."""
 
 from __future__ import annotations
 

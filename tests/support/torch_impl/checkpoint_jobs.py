@@ -1,4 +1,4 @@
-"""What the rank processes run in the checkpoint tests. Every rank trains on its own slice of a global batch."""
+"""Rank functions of the checkpoint tests. Every rank trains on its own slice of a global batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One table of programs, each run once with torch's FSDP2 and once with this package, and compared fact by fact.
+"""A table of programs. Each program runs with torch's FSDP2 and with this package, and the facts are compared.
 
-A program is a function of an ``Engine``. It checks against one process that has all ranks' data what it can, and
-returns facts, such as losses, dtypes, counts of collectives or an error's first line: by name, or one value.
+A program is a function of an ``Engine``. The program checks what it can against one process with the data of all ranks.
+It returns facts, such as losses, dtypes, counts of collectives or an error's first line, by name or as one value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shipped decoder cut over a tensor-parallel axis by a policy, and one process that trains on the whole batch."""
+"""The shipped decoder, cut over a tensor-parallel axis by a policy, and one process that trains on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors cut in all the ways that meshes of one to three axes allow, for the tests of ``RowDTensor``."""
+"""Tensors cut in all ways that meshes of one to three axes allow, for the tests of ``RowDTensor``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's FSDP2 and this package as engines of one program, and one process that has all ranks' data."""
+"""Engines of one program: torch's FSDP2, this package, and one process with the data of all ranks."""
 
 from __future__ import annotations
 

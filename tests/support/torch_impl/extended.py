@@ -1,7 +1,6 @@
-"""Classes of parameters that say what is gathered of them, as FSDP2 and ``torch_impl.runtime.weights.extension`` ask
-them to.
+"""Parameter classes with all-gather extensions, for FSDP2 and ``torch_impl.runtime.weights.extension``.
 
-``Halved`` is trained in float32 and gathered as bfloat16, as is ``Rounded``, which FSDP2 can train too. ``Bytes`` is
+``Halved`` and ``Rounded`` train in float32 and are gathered as bfloat16; FSDP2 can train ``Rounded``, too. ``Bytes`` is
 frozen: rows of int8 with a scale each.
 """
 

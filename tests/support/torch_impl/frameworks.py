@@ -1,7 +1,7 @@
-"""Programs of other packages that call FSDP2 by themselves, run by torch's ``fully_shard`` and by ours.
+"""Public programs that call FSDP2 themselves, run with torch's ``fully_shard`` and with ours.
 
-A program is a function of no more than a folder; ``run`` calls it with what the names of ``torch.distributed.fsdp``
-stand for at the time. The packages are those of the ``programs`` extra.
+A program is a function of a folder. ``run`` calls it with the current meaning of the names of
+``torch.distributed.fsdp``. The extra ``programs`` installs the packages.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Transfers that end only when they are waited for, and write what they give no sooner than then.
+"""Transfers that end only in ``wait``, and that write their results no sooner.
 
-gloo often ends a collective before the program looks: a program that forgets to wait then reads the right values, and
-one that reuses memory too early spoils nothing. Here neither is possible, in two ways:
+gloo often ends a collective before the program looks. A program that forgets to wait then reads the right values, and a
+program that reuses memory too early spoils nothing. Here two methods make both errors visible:
 
 ``late_collectives``
-    A collective that is begun asynchronously fills what it will write with NaN, and does its work in ``wait``.
+    An asynchronous collective first fills its output with NaN and does its work in ``wait``.
 ``late_lanes``
-    All steps of a transfer, copies from and to the host's memory included, run when the transfer is finished. The
-    schedule is that of CUDA, where collectives work on no copies.
+    All steps of a transfer, including copies from and to host memory, run when the transfer finishes. The schedule is
+    CUDA's, where collectives do not work on copies.
 
-Ranks that wait in different orders hang, as they do with NCCL.
+Ranks that wait in different orders hang, as with NCCL.
 """
 
 from __future__ import annotations

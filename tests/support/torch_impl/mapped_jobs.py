@@ -1,4 +1,4 @@
-"""What the rank processes run in the tests of mappings at save and load."""
+"""Rank functions of the tests of mappings at save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that follow the plan of the pool for some steps and then depart from it."""
+"""Programs that follow the plan of the pool for some steps and then deviate."""
 
 from __future__ import annotations
 

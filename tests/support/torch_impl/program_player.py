@@ -1,4 +1,4 @@
-"""Plays random programs: sharded and, as the reference, on plain replicas whose gradients are averaged."""
+"""Run random programs sharded, and as a reference on plain replicas whose gradients are averaged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random training programs over units of every kind: what they consist of, and how a seed draws them.
+"""Random training programs over units of every kind, drawn from a seed.
 
-Drawn is which modules are units and with what options, then operations, which are methods of ``Player``. A program's
-text alone repeats a failure.
+A seed draws which modules are units, their options, and then operations, which are methods of ``Player``. The text of a
+program suffices to repeat a failure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models of ``transformers``, which no one here wrote: small random configurations, units, data and a reference.
+"""Public models of ``transformers``: small random configurations, units, data and a reference.
 
-The sizes are awkward (odd vocabularies, rows without small common multiples), dropout is off, and every sample of a
-batch weighs the same, so that the mean of the ranks' losses is the loss of the whole batch.
+Sizes are awkward (odd vocabularies, rows without small common multiples), and dropout is off. Every sample of a batch
+has the same weight, so the mean of the ranks' losses equals the loss of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""torchtitan's own models and optimizers, of one release, on a CPU.
+"""Run the models and optimizers of one torchtitan release on a CPU.
 
-Runs as a script, since a process can import one release only: the folders of the packages, then what to do::
+This is a script, because a process can import only one release::
 
     python tests/support/torch_impl/torchtitan_runs.py RELEASE FAMILY FOLDER
 
-The model trains, is saved as torchtitan's checkpoint manager does it, goes to JAX's names and back, and to Hugging
-Face's. Training goes on from what came back. Prints ``ok`` at the end.
+The model trains and is saved like torchtitan's checkpoint manager does. The checkpoint goes to JAX's names and back,
+and to Hugging Face's names. Training continues from the converted checkpoint. Prints ``ok`` at the end.
 """
 
 from __future__ import annotations

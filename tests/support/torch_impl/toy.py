@@ -1,4 +1,4 @@
-"""A small model of awkward shapes, its data, and what its ranks' results are compared with.
+"""A small model with awkward shapes, its data, and reference results.
 
 The shapes make shards uneven and empty: rows of 5, 7 and 3 elements, a scalar, a stack, a single-row matrix.
 """

@@ -1,6 +1,6 @@
-"""Models that tests share: small, with odd sizes, so that shards are uneven.
+"""Models that tests share. They are small and have odd sizes, so that shards are uneven.
 
-The first four are those of PyTorch's own tests of FSDP2; ``toy.py`` has a model with scalars and stacks.
+The first four are those of PyTorch's own tests of FSDP2. ``toy.py`` has a model with scalars and stacks.
 """
 
 from __future__ import annotations
