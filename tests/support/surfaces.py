@@ -1,10 +1,10 @@
-"""The public surface of both runtimes, and the counterparts of each part.
+"""What a user can reach in each half, and which parts of one half answer which of the other.
 
 An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or
-field of a public class (``FSDPModule.no_sync``). Atoms with the same name in both runtimes are twins. Every other atom
-needs a ``Row`` with its counterparts, or with the reason why the other runtime has none.
+field of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every
+other one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
 
-``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` writes it into them.
+``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` puts it there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ READMES = (ROOT / "torch_impl" / "README.md", ROOT / "jax_impl" / "README.md")
 
 @dataclass(frozen=True)
 class Row:
-    """``torch``, ``jax``: atoms, or other code to show as it is (after "~"). ``why``: the reason for an empty side.
+    """``torch``, ``jax``: atoms, or other code that is shown as it is (after "~"). ``why``: of an empty side.
 
-    feature: the text in the READMEs; "" for a row that the READMEs do not show.
+    feature: as the READMEs show it; "" for what only this file tells.
     """
 
     feature: str
@@ -103,7 +103,7 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def in_readme(path: Path) -> str:
-    """The current table of a README; "" without a table."""
+    """The table that a README has now; "" without one."""
     match = re.search(f"{BEGIN}\n(.*?){END}", path.read_text(encoding="utf-8"), re.DOTALL)
     return match[1] if match else ""
 
