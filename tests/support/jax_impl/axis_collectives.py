@@ -24,7 +24,7 @@ class OverAxes(NamedTuple):
 
 
 def collectives_over_axes(text: str, mesh: Mesh) -> list[OverAxes]:
-    """Of a program that was compiled for ``mesh``, whose devices are numbered in its order."""
+    """Collectives of a program compiled for ``mesh``, whose devices are numbered in mesh order."""
     operations = {
         operation.name: operation
         for computation in read_module(text).computations.values()

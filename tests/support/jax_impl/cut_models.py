@@ -39,7 +39,7 @@ EXPERTS_AND_TENSORS = {
 
 
 def decoder(stacked: bool = False) -> Decoder:
-    """Float64; larger weights than fresh ones, so that every parameter matters to the loss."""
+    """A float64 model with larger weights than at initialization, so that every parameter affects the loss."""
     model = Decoder(EVEN, rngs=nnx.Rngs(1), dtype=jnp.float64, stacked=stacked)
     graphdef, state = nnx.split(model)
     flat = [

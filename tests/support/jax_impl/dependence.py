@@ -22,7 +22,7 @@ COLLECTIVES = (
     "psum_invariant",
 )
 
-# An equation, the names of its inputs and results in the whole program, and its scope.
+# An equation with its scope, and the names of its inputs and results in the whole program.
 Equation = tuple[Any, list[Any], list[Any], str]
 
 

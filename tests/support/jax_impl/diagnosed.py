@@ -14,7 +14,7 @@ LAYERS, WIDTH = 3, 5
 
 
 def parameters(stacked: bool = False) -> dict[str, Any]:
-    """Sizes that divide by nothing in common; the same values either way."""
+    """Sizes without a common divisor, and equal values in both forms."""
     rng = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:

@@ -71,5 +71,5 @@ def _port(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    # That a survivor does not wait for ever is tested in ``test_processes.py``; it takes four times the timeout.
+    # ``test_processes.py`` tests that a survivor does not wait forever. It takes four times the timeout.
     serve(run, patience=1)

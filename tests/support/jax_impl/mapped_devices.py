@@ -19,10 +19,10 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 def as_accelerators(monkeypatch: Any) -> None:
-    """From now on plans are for what passes for accelerators, whose steps run on one device."""
+    """From now on plans are made as for accelerators, and their steps run on one device."""
     monkeypatch.setattr(ShardingPlan, "chained", False)
     monkeypatch.setattr(jax, "shard_map", _mapped)
-    # No vmap of the user's.
+    # Not the user's vmap.
     monkeypatch.setattr(jax_impl.runtime.unit.unit, "is_mapped", lambda values: None)
 
 

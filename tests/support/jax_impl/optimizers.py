@@ -60,7 +60,7 @@ UNANNOTATED = {
 
 
 def transformations() -> dict[str, Any]:
-    """What makes each public transformation of optax, by name."""
+    """A constructor of each public optax transformation, by name."""
     factories: dict[str, Any] = {}
     for module in (optax, optax.contrib):
         for name in dir(module):

@@ -73,7 +73,7 @@ def remat(model: Any, x: jax.Array) -> jax.Array:
 
 
 def two_stacks(model: Any, x: jax.Array) -> jax.Array:
-    """What one stacks, the other is over, and in the other direction."""
+    """Two scans: one stacks what the other scans over, in the opposite direction."""
     x, between = lax.scan(lambda x, layer: (call_unit(apply, layer, x), x), x, model["layers"])
 
     def body(y: jax.Array, layer: Any) -> tuple[jax.Array, None]:

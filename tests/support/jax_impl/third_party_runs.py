@@ -64,7 +64,7 @@ def optimizer() -> optax.GradientTransformation:
 
 @cache
 def built(name: str, axis: Axis) -> Program:
-    """Raises ``Unreachable`` where a package is not there."""
+    """Raises ``Unreachable`` if a package is missing."""
     return PROGRAMS[name](axis)
 
 

@@ -51,7 +51,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
 def draw(seed: int, count: int, rooms: tuple[str, ...] = ROOMS) -> list[tuple[str, Mutant]]:
-    """``count`` mutants with their rooms: from each room as many as its share of lines, and one at least."""
+    """``count`` mutants with their packages: from each package its share by lines, and at least one."""
     files = {room: list(product_files(ROOT, (room,))) for room in rooms}
     lines = {room: sum(len(file.read_text().splitlines()) for file in files[room]) for room in rooms}
     drawn: list[tuple[str, Mutant]] = []
@@ -71,7 +71,7 @@ def draw(seed: int, count: int, rooms: tuple[str, ...] = ROOMS) -> list[tuple[st
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
-    """Reasons by path, old lines and new lines."""
+    """The reason of each equivalent mutant, by path, old lines and new lines."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
     return {(entry["path"], entry["before"], entry["after"]): entry["reason"] for entry in entries}
 

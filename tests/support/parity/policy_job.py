@@ -44,7 +44,7 @@ class Table(Kernel):
 
 
 class Stack(Kernel):
-    """A row of three dimensions is one of the last."""
+    """In three dimensions a row is the last dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(torch.einsum("bi,eio->beo", x, self.kernel)).sum(1)

@@ -41,7 +41,7 @@ def edited(function: Callable[..., Any], *changes: tuple[str, str], **helpers: A
 
 
 def none() -> None:
-    """TOML has no such value."""
+    """A value that TOML cannot write."""
 
 
 def gelu() -> torch.nn.Module:

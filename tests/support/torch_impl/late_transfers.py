@@ -25,7 +25,7 @@ from torch_impl.comm.streams import CpuStreams
 
 
 class _Late:
-    """Work that ``wait`` does, once."""
+    """Work that the first ``wait`` does."""
 
     only_waits = False
 
@@ -41,10 +41,10 @@ class _Late:
 
 
 def _spoil(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Fill ``outputs`` with NaN, but what is an input too."""
+    """Fill ``outputs`` with NaN, except outputs that are also inputs."""
     kept = [(tensor, tensor.clone()) for tensor in inputs]
     for output in outputs:
-        # Bytes of ones are NaN in every float dtype but float8_e8m0fnu, where they are, too.
+        # Bytes of ones are NaN in every float dtype, float8_e8m0fnu included.
         output.view(torch.uint8).fill_(255)
     for tensor, values in kept:
         tensor.copy_(values)
@@ -59,7 +59,7 @@ def late_collectives() -> Iterator[None]:
         def begin(outputs: Any, inputs: Any, group: Any, async_op: bool = False) -> Any:
             if not async_op:
                 return collective(outputs, inputs, group)
-            # Of the same memory, but without a count of changes: the runtime counts those that it makes.
+            # The same memory without a change counter, because the runtime counts its own changes.
             outputs, inputs = [tensor.data for tensor in outputs], [tensor.data for tensor in inputs]
             _spoil(outputs, inputs)
             return _Late(lambda: collective(outputs, inputs, group))

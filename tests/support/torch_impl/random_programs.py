@@ -159,7 +159,7 @@ class Net(nn.Module):
 
 
 class _Draw:
-    """What one seed draws. Routes are drawn again and again: prefetching and the pool go by what was before."""
+    """Everything that one seed draws. Routes repeat, because prefetching and the pool follow earlier routes."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -177,7 +177,7 @@ class _Draw:
         return rng.choice(self._routes)
 
     def operations(self, name: str) -> list[tuple[Any, ...]]:
-        """An operation, and what must come before it."""
+        """An operation and its prerequisites."""
         rng = self.rng
         if name in BACKWARDS:
             routes = [self.route() for _ in range(2 if name.startswith("two") else 1)]
@@ -192,7 +192,7 @@ class _Draw:
         return [(name, *arguments.get(name, lambda: (self.route(),))())]
 
     def step(self) -> list[tuple[Any, ...]]:
-        """The last backward before a step, the step, and what is done with weights and gradients after it."""
+        """The last backward before a step, the step, and operations on weights and gradients after the step."""
         rng = self.rng
         operations: list[tuple[Any, ...]] = [("sync", "all"), ("train", self.route())]
         if rng.random() < 0.3:

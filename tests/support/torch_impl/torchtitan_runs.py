@@ -103,7 +103,7 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
 
 
 def model_0_3(family: str, *, fused: bool) -> tuple[nn.Module, Any, Any]:
-    """The same of torchtitan 0.3, with its attention for CPUs."""
+    """The same for torchtitan 0.3, with its attention for CPUs."""
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.nn_modules import RMSNorm
@@ -185,7 +185,7 @@ class Run:
         return losses
 
     def state(self) -> dict[str, Any]:
-        """As torchtitan's checkpoint manager has it: the model's tensors at the root."""
+        """The state as in torchtitan's checkpoint manager, with the model's tensors at the root."""
         return {**self.model.state_dict(), "optimizer": self.optimizers.state_dict()}
 
     def by_its_adapter(self, key: str = "") -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ class Run:
         with torch.no_grad():
             for parameter, own in zip(holder.parameters(), self.model.parameters(), strict=True):
                 parameter.copy_(kept[own][key] if key else own)
-        # torchtitan takes fused weights apart as it saves them.
+        # torchtitan splits fused weights when it saves them.
         tensors = self.adapter(self.sizes, None).to_hf(holder.state_dict())
         buffers = {"e_score_correction_bias"} if key else set()
         return {name: x.detach().clone() for name, x in tensors.items() if name.split(".")[-1] not in buffers}

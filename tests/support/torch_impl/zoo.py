@@ -59,7 +59,7 @@ class Tied(nn.Module):
 
 
 class TwoParts(nn.Module):
-    """``forward`` is one of several ways in."""
+    """``forward`` is one of several entry points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TwoParts(nn.Module):
 
 
 def named(**modules: nn.Module) -> nn.Sequential:
-    """Modules that are called in turn, under names of their own."""
+    """Named modules that are called in turn."""
     return nn.Sequential(OrderedDict(modules))
 
 
@@ -112,7 +112,7 @@ class Chain(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen base, and a trained path of low rank beside it, as of LoRA: ``[B, columns] -> [B, rows]``."""
+    """A frozen base with a trained low-rank path, as in LoRA: ``[B, columns] -> [B, rows]``."""
 
     def __init__(self, base: nn.Module, columns: int, rows: int, *, bias: bool = False) -> None:
         super().__init__()
