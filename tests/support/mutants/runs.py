@@ -27,7 +27,7 @@ _OPTIONS = [
     *("-x", "-q", "--no-header", "--tb=no", "--timeout", "90"),
     *("-p", "no:cacheprovider", "-p", "no:xdist"),
 ]
-# Limits in recorded CPU seconds of the first, second and last group of tests.
+# Budgets in recorded CPU seconds: the first tests to try, then more tests, and at last all tests.
 _STAGES = (2.0, 8.0, 30.0, 1e9)
 
 
