@@ -1,4 +1,4 @@
-"""Execute the notebooks from a clean kernel; ``python -m tests.support.notebooks [NAME...]`` stores their outputs.
+"""Execute the notebooks in a clean kernel. ``python -m tests.support.notebooks [NAME...]`` stores their outputs.
 
 The README shows the relay of notebook 01: its table, and its picture as ``notebooks/relay.png``. Executing that
 notebook writes both.
@@ -23,9 +23,9 @@ PICTURE = FOLDER / "relay.png"
 
 
 def execute(path: Path, relay: str = "default") -> nbformat.NotebookNode:
-    """The notebook with fresh outputs; notebook 01 runs the built-in relay of that name.
+    """The notebook with fresh outputs. Notebook 01 runs the built-in relay named ``relay``.
 
-    Raises ``CellExecutionError`` where a cell raises.
+    Raises ``CellExecutionError`` if a cell raises.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(

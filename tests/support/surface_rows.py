@@ -1,4 +1,4 @@
-"""The features of both halves, side by side, and why one of them has no counterpart: see ``surfaces.py``."""
+"""The features of both runtimes side by side, with the reason for each missing counterpart. See ``surfaces.py``."""
 
 from __future__ import annotations
 
