@@ -215,11 +215,11 @@ QUESTIONS = {
         "Nothing here frees memory: XLA does",
     ),
     "what is on disk": (
-        ["docs/code.md", "bridge/core/formats/README.md"],
-        "Which file of a checkpoint holds what",
+        ["docs/code.md", "bridge/core/formats/README.md", "docs/reference/on-disk.md"],
+        "which file of a checkpoint holds what",
     ),
     "how to add a model family": (
-        ["docs/code.md", "bridge/core/mapping/README.md"],
+        ["docs/code.md", "bridge/core/mapping/README.md", "docs/reference/mapping-language.md"],
         "A mapping is a TOML table of rules",
     ),
     "how to add a mesh axis": (
