@@ -60,7 +60,8 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     """
     first = comparison.plans[0]
     caption = "bytes at the peak of a step, and bytes that a device sends"
-    numbers = [Block(table=report.overview(comparison), left=3)]
+    headings, rows = report.overview(comparison)
+    numbers = [Block(table=(headings, rows), left=headings.index("devices"))]
     for plan in comparison.plans if len(comparison.plans) <= 2 else ():
         title = f"{plan.policy} on {plan.mesh.devices} devices, {plan.runtime}, by unit"
         numbers.append(Block(heading=title, table=report.by_unit(plan), left=2))
@@ -88,7 +89,6 @@ def targets_page(name: str, lead: str, plan: TargetPlan, roofline: Roofline) -> 
     memory = inline_svg(
         target_chart.memory_figure(plan), "bytes of one device at the peak, by policy and target"
     )
-    columns = target_report.LEFT
     times = target_time.table(estimates, roofline.price is not None)
     return render(
         "plan.html",
@@ -101,8 +101,8 @@ def targets_page(name: str, lead: str, plan: TargetPlan, roofline: Roofline) -> 
             (
                 "Numbers",
                 [
-                    Block(table=target_report.table(plan), left=columns),
-                    Block(table=times, left=columns),
+                    Block(table=target_report.table(plan), left=target_report.LEFT),
+                    Block(table=times, left=target_time.LEFT),
                 ],
             ),
         ],
