@@ -101,11 +101,10 @@ def _print(out: Console, comparison: Comparison) -> None:
 
     first = comparison.plans[0]
     works = comparison.workloads
-    work = (
-        str(first.workload)
-        if len(works) == 1
-        else f"{len(works)} workloads as in the table, microbatches of {first.workload.batch}"
-    )
+    work = first.workload.of(first.model)
+    if len(works) > 1:
+        batch = f", microbatches of {first.workload.batch}" if first.model.activations else ""
+        work = f"{len(works)} workloads as in the table{batch}"
     print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} a device and step")
     if len({(plan.policy, plan.mesh, plan.workload) for plan in comparison.plans}) == 1:
         for plan in comparison.plans:

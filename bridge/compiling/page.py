@@ -123,7 +123,9 @@ def _target_answer(target: str, row: TargetRow | None, estimates: Sequence[Estim
 def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
     several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
+        where = f"{choice.devices} devices" + (
+            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
+        )
         if choice.policy is not None:
             yield Answer(f"{where}: {choice.policy} is the cheapest that fits.", True)
         elif choice.unknown:
@@ -146,7 +148,7 @@ def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:
 
 def _workloads(comparison: Comparison) -> str:
     works = comparison.workloads
-    return str(works[0]) if len(works) == 1 else f"{len(works)} workloads"
+    return works[0].of(comparison.plans[0].model) if len(works) == 1 else f"{len(works)} workloads"
 
 
 def _time_in_words(row: TargetRow, estimates: Sequence[Estimate]) -> str:

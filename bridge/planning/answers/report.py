@@ -146,7 +146,8 @@ def _what_is_counted(comparison: Comparison) -> Iterator[str]:
         )
     if any(not plan.model.activations for plan in plans):
         yield (
-            "peak: activations are known for built-in models only; > is for the bytes at rest, which must be there"
+            "peak: activations are known for built-in models only, so that --batch and --length change nothing here; > is "
+            "for the bytes at rest, which must be there"
         )
     for runtime in dict.fromkeys(plan.runtime for plan in plans if plan.exchanges is None):
         yield f"{runtime}: what model axes send, activations and their gradients, is not counted"
@@ -167,7 +168,9 @@ def _what_fits(comparison: Comparison) -> Iterator[str]:
         )
     several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
+        where = f"{choice.devices} devices" + (
+            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
+        )
         if choice.policy is not None:
             known = all(plan.exchanges is not None for plan in comparison.plans)
             yield f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
