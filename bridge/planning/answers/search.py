@@ -99,7 +99,8 @@ class Nearest:
 class Finding:
     """What was found for one policy on ``devices`` devices.
 
-    work: the workload in the model's words. fits: whether the policy as it is fits, in every runtime; None where that is unknown.
+    work: the workload in the model's words.
+    fits: whether the policy as it is fits, in every runtime; None where that is unknown.
     ways: where it does not, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
     """
 
