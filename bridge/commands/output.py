@@ -26,7 +26,7 @@ from rich.text import Text
 
 from bridge.core.text import human_bytes, plain_json, printable, table_lines
 
-_FOLDED_NAME = 19
+_FOLDED_NAME = 24
 """Characters of a name in a line, at least, where a narrow terminal folds names."""
 _GAP = 2
 """Blanks between two columns of a table."""

@@ -207,6 +207,7 @@ class ParityReport:
             "floor",
             "max ULP",
             "cosine",
+            "cause",
         )
         begin = list(self.introduced)
         others = sorted(
@@ -215,7 +216,7 @@ class ParityReport:
         chosen = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
         cells = [
             (
-                row.verdict + (f": {row.cause}" if row.cause else ""),
+                row.verdict,
                 row.stage,
                 (shown(row.name) or "(model)") + (f"#{row.call}" if row.call else ""),
                 row.partner or "(model)",
@@ -225,6 +226,7 @@ class ParityReport:
                 f"{row.floor:.1e}",
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
+                row.cause,
             )
             for row in chosen[:most]
         ]
