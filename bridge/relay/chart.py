@@ -48,7 +48,6 @@ def relay_figure(report: RelayReport) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     top.set_xlim(-0.5, len(steps) - 0.5)
     top.set_ylabel("loss (nats / byte)")
-    top.legend(frameon=False, loc="lower left", fontsize=8)
     low, high = top.get_ylim()
     top.set_ylim(low, high + 0.18 * (high - low))
     for name, label, style in (
@@ -60,7 +59,8 @@ def relay_figure(report: RelayReport) -> Figure:
         bottom.semilogy(steps, values, label=label, **style)
     bottom.set_ylabel("relative loss difference")
     bottom.set_xlabel("step (dotted: a hop, checkpoint converted bit for bit)")
-    bottom.legend(frameon=False, fontsize=8)
+    # Below the panels, where no line can pass behind.
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
