@@ -14,6 +14,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -36,6 +37,8 @@ TIME_COLOURS = {
     "all_to_all": YELLOW,
     "ppermute": GREY,
 }
+# Not by colour alone.
+_HATCHES = {"moments": "///", "gradients": "...", "memory": "///", "waiting": "xxx", "reduce_scatter": "..."}
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
 """Columns of a picture. Where a lane has more spans, each column shows one of them."""
@@ -69,7 +72,7 @@ def memory_figure(plan: TargetPlan) -> Figure:
         )
         start = 0
         for kind, size in peak_by_kind(row).items():
-            axis.barh(position, size, left=start, height=0.55, color=MEMORY_COLOURS[kind])
+            axis.barh(position, size, left=start, height=0.55, **_filled(MEMORY_COLOURS[kind], kind))
             start += size
         peak = "no answer" if row.peak is None else f"{'> ' * row.exhausted}{human_bytes(row.peak)}"
         said = f"{peak} of {human_bytes(row.memory)}: {_ANSWERS[row.fits]}"
@@ -84,7 +87,7 @@ def memory_figure(plan: TargetPlan) -> Figure:
     axis.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
     axis.set_title("bytes of one device at the peak of a step", loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colour, label=kind) for kind, colour in MEMORY_COLOURS.items()]
+    handles = [Patch(**_filled(colour, kind), label=kind) for kind, colour in MEMORY_COLOURS.items()]
     handles += [Patch(facecolor="#eeeeee", hatch="//", edgecolor="#aaaaaa", label="reserve")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -137,10 +140,15 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     )
     kinds = [kind for kind in TIME_COLOURS if any(span.kind == kind for span in spans)]
     handles = [
-        Patch(color=TIME_COLOURS[kind], label=_NAMES.get(kind, kind.replace("_", "-"))) for kind in kinds
+        Patch(**_filled(TIME_COLOURS[kind], kind), label=_NAMES.get(kind, kind.replace("_", "-")))
+        for kind in kinds
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
+
+
+def _filled(colour: str, kind: str) -> dict[str, Any]:
+    return {"facecolor": colour, "hatch": _HATCHES.get(kind), "edgecolor": "white", "linewidth": 0}
 
 
 def label(row: TargetRow) -> str:
@@ -164,8 +172,7 @@ def _lanes(axis: Axes, spans: Sequence[Span], start: float, stop: float) -> None
             axis.broken_barh(
                 [(begin * 1e3, (end - begin) * 1e3)],
                 (position - 0.4, 0.8),
-                facecolors=TIME_COLOURS[span.kind],
-                linewidth=0,
+                **_filled(TIME_COLOURS[span.kind], span.kind),
             )
     axis.set_yticks(range(len(_LANES)), ["the device", "its links"])
     axis.set_ylim(len(_LANES) - 0.4, -0.6)
