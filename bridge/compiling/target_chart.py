@@ -14,7 +14,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,7 +23,7 @@ from bridge.compiling.target_plan import TargetPlan, TargetRow
 from bridge.compiling.target_time import Estimate
 from bridge.compiling.timing.timeline import DEVICE, LINKS, Span
 from bridge.core.text import human_bytes
-from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
+from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, bar_style
 
 MEMORY_COLOURS = {"weights": BLUE, "moments": SKY, "gradients": GREEN, "rest of the peak": ORANGE}
 TIME_COLOURS = {
@@ -72,7 +71,13 @@ def memory_figure(plan: TargetPlan) -> Figure:
         )
         start = 0
         for kind, size in peak_by_kind(row).items():
-            axis.barh(position, size, left=start, height=0.55, **_filled(MEMORY_COLOURS[kind], kind))
+            axis.barh(
+                position,
+                size,
+                left=start,
+                height=0.55,
+                **bar_style(MEMORY_COLOURS[kind], _HATCHES.get(kind, "")),
+            )
             start += size
         peak = "no answer" if row.peak is None else f"{'> ' * row.exhausted}{human_bytes(row.peak)}"
         said = f"{peak} of {human_bytes(row.memory)}: {_ANSWERS[row.fits]}"
@@ -87,7 +92,10 @@ def memory_figure(plan: TargetPlan) -> Figure:
     axis.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
     axis.set_title("bytes of one device at the peak of a step", loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(**_filled(colour, kind), label=kind) for kind, colour in MEMORY_COLOURS.items()]
+    handles = [
+        Patch(**bar_style(colour, _HATCHES.get(kind, "")), label=kind)
+        for kind, colour in MEMORY_COLOURS.items()
+    ]
     handles += [Patch(facecolor="#eeeeee", hatch="//", edgecolor="#aaaaaa", label="reserve")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -140,15 +148,14 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     )
     kinds = [kind for kind in TIME_COLOURS if any(span.kind == kind for span in spans)]
     handles = [
-        Patch(**_filled(TIME_COLOURS[kind], kind), label=_NAMES.get(kind, kind.replace("_", "-")))
+        Patch(
+            **bar_style(TIME_COLOURS[kind], _HATCHES.get(kind, "")),
+            label=_NAMES.get(kind, kind.replace("_", "-")),
+        )
         for kind in kinds
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
-
-
-def _filled(colour: str, kind: str) -> dict[str, Any]:
-    return {"facecolor": colour, "hatch": _HATCHES.get(kind), "edgecolor": "white", "linewidth": 0}
 
 
 def label(row: TargetRow) -> str:
@@ -172,7 +179,10 @@ def _lanes(axis: Axes, spans: Sequence[Span], start: float, stop: float) -> None
             axis.broken_barh(
                 [(begin * 1e3, (end - begin) * 1e3)],
                 (position - 0.4, 0.8),
-                **_filled(TIME_COLOURS[span.kind], span.kind),
+                facecolors=TIME_COLOURS[span.kind],
+                hatch=_HATCHES.get(span.kind),
+                edgecolor="white",
+                linewidth=0,
             )
     axis.set_yticks(range(len(_LANES)), ["the device", "its links"])
     axis.set_ylim(len(_LANES) - 0.4, -0.6)

@@ -26,21 +26,15 @@ def relay_figure(report: RelayReport) -> Figure:
     )
     for leg, config in zip(report.legs, report.config.legs, strict=True):
         own = steps[leg.first_step : leg.first_step + len(leg.losses)]
-        top.plot(
-            own,
-            leg.losses,
-            color=COLOURS[config.framework],
-            marker=_MARKERS[config.framework],
-            ms=3.5,
-            lw=1.5,
-        )
+        colour, marker = COLOURS[config.framework], _MARKERS[config.framework]
+        top.plot(own, leg.losses, color=colour, marker=marker, ms=3.5, lw=1.5)
         top.annotate(
             leg.title.replace(" ", "\n"),
             (own[0] - 0.35, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize=8,
-            color=COLOURS[config.framework],
+            color=colour,
         )
     for axis in (top, bottom):
         for leg in report.legs[1:]:

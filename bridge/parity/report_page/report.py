@@ -197,17 +197,8 @@ class ParityReport:
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
         heading = (
-            "verdict",
-            "stage",
-            "torch",
-            "jax",
-            "ratio",
-            "alone",
-            "error",
-            "floor",
-            "max ULP",
-            "cosine",
-            "cause",
+            *("verdict", "stage", "torch", "jax", "ratio", "alone"),
+            *("error", "floor", "max ULP", "cosine", "cause"),
         )
         begin = list(self.introduced)
         others = sorted(

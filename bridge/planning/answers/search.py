@@ -145,15 +145,8 @@ def search(
                 fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
             )
         fits = _all(comparison.fits(plan) for plan in plans)
-        finding = Finding(
-            policy,
-            devices,
-            work,
-            work.of(plans[0].model),
-            _batches(plans, usable),
-            fewest[source, work],
-            fits,
-        )
+        said = work.of(plans[0].model)
+        finding = Finding(policy, devices, work, said, _batches(plans, usable), fewest[source, work], fits)
         findings.append(finding if fits else _with_ways(finding, models, planner, usable, node or NODE))
     return tuple(findings)
 
