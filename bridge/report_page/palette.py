@@ -14,7 +14,6 @@ YELLOW: Final = "#F0E442"
 GREY: Final = "#999999"
 
 SERIES: Final = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY)
-"""In the order of charts with many kinds."""
 LIGHT: Final = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILION, GREY)
 """Light enough for black names."""
 

@@ -479,6 +479,19 @@ def test_a_narrow_terminal_gets_the_first_columns_and_the_names_of_the_others() 
     assert "moments" in pipe.getvalue()
 
 
+def test_names_fold_between_words_and_lose_no_letter() -> None:
+    row = ("deepseek", "hf, torchtitan_unfused, maxtext_unscanned_0_2_4", "mistral, ministral, ministral3")
+    for width in range(20, 100):
+        terminal, screen = on_terminal(width)
+        print_table(terminal, ("family", "conventions", "models"), [row], left=3)
+        letters = "".join(sorted("".join(screen.getvalue().split())))
+        assert letters == "".join(sorted("".join(("family", "conventions", "models", *row)).replace(" ", "")))
+        if width >= len("deepseek  maxtext_unscanned_0_2_4  ministral3"):
+            assert {"torchtitan_unfused,", "maxtext_unscanned_0_2_4", "ministral3"} <= set(
+                screen.getvalue().split()
+            )
+
+
 def test_messages_break_between_words_on_a_terminal_only() -> None:
     path = "/a/path/that/is/longer/than/the/terminal"
     message = f"error: {path}: expected a file there, got nothing at all"

@@ -50,7 +50,7 @@ def _stack(axes: Axes, values: dict[str, list[int]]) -> None:
     for number, (name, lengths) in enumerate(values.items()):
         starts = starts or [0] * len(lengths)
         if any(lengths):
-            look = bar_style(SERIES[number % len(SERIES)], _HATCHES[number % len(_HATCHES)])
-            axes.barh(range(len(lengths)), lengths, left=starts, height=0.7, label=name, **look)
+            style = bar_style(SERIES[number % len(SERIES)], _HATCHES[number % len(_HATCHES)])
+            axes.barh(range(len(lengths)), lengths, left=starts, height=0.7, label=name, **style)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     axes.spines[["top", "right"]].set_visible(False)
