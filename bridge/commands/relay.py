@@ -59,7 +59,7 @@ def relay(
     else:
         heading, *rows = report.table()
         print_table(console, heading, rows)
-        print_text(console, report.summary())
+        print_text(console, report.summary(), wrap=True)
         print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
     for failure in report.failures():
         print_line(Console(stderr=True), f"failed: {failure}")

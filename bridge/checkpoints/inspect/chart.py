@@ -13,6 +13,7 @@ from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.sharding import Layout
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks
 from bridge.core.text import printable
+from bridge.report_page.palette import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ MAX_DRAWN_RANKS = 32
 
 _WIDTH = 9.0  # inches that the bars take
 _LETTER = 0.065  # inches that a letter takes, at the font size of names
+_NARROW = 1.3  # inches of a buffer, below which its label is wider
 _GAP = 0.02  # of the width, between two buffers
 _BAR_COLUMNS = 1000
 _MAX_LABEL = 60
@@ -53,7 +55,12 @@ def layout_figure(layout: Layout) -> Figure:
             for part, span in zip(parts, spans, strict=True):
                 _label(axis, y, span, layout.slots[part.number].name)
     axis.set_yticks(range(len(ranks)), ["..." if rank is None else f"rank {rank}" for rank in ranks])
-    sizes = [f"buffer {b}\n{size:,} elements" for b, size in enumerate(layout.shard_sizes)]
+    # Labels of narrow buffers stand by turns on two levels.
+    narrow = any(size / whole * _WIDTH < _NARROW for size in layout.shard_sizes)
+    sizes = [
+        ("\n\n" if narrow and b % 2 else "") + f"buffer {b}\n{size:,} elements"
+        for b, size in enumerate(layout.shard_sizes)
+    ]
     centres = [left + size / whole / 2 for left, size in zip(starts, layout.shard_sizes, strict=False)]
     axis.set_xticks(centres, sizes)
     axis.set_title(
@@ -138,11 +145,8 @@ def _hatched(axis: Axes, left: float, width: float, y: int) -> None:
 
 
 def _bars(axis: Axes, y: int, spans: Sequence[tuple[float, float]], numbers: Sequence[int]) -> None:
-    from matplotlib import colormaps
-
-    colours = colormaps["Set3"]  # all light enough for black names
-    faces = [colours(number % colours.N) for number in numbers]
-    axis.broken_barh(list(spans), (y - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=0.5)
+    faces = [LIGHT[number % len(LIGHT)] for number in numbers]
+    axis.broken_barh(list(spans), (y - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=1)
 
 
 def _label(axis: Axes, y: int, span: tuple[float, float], text: str) -> None:

@@ -18,9 +18,9 @@ from bridge.parity.report_page.report import ParityReport
 
 _MARKS: dict[Verdict, tuple[str, str, float]] = {
     "same": ("o", "#5b7690", 3),
-    "inherited": ("o", "#b45309", 5),
-    "differs": ("D", "#b45309", 5),
-    "introduced": ("^", "#b3121d", 8),
+    "inherited": ("o", "#9c4a7b", 5),
+    "differs": ("D", "#9c4a7b", 5),
+    "introduced": ("^", "#b84a00", 8),
     "unknown": ("x", "#6b7280", 4),
 }
 _MOST_LABELS = 28
@@ -28,6 +28,8 @@ _MOST_NAMED = 8
 MOST_NUMBERED = 30
 """Introduced places that a page numbers."""
 _LONGEST = 34
+_FOOT = -0.03
+"""The end of the error axis, with room for marks at its least value."""
 
 
 def write_picture(report: ParityReport, path: Path) -> None:
@@ -48,9 +50,9 @@ def parity_figure(report: ParityReport) -> Figure:
 
 def depth_figure(rows: Sequence[Row]) -> Figure:
     """One panel, for a page, which has title and names beside it."""
-    figure = Figure(figsize=(12.8, 4))
-    # Fixed margins, since to measure every label takes as long as to draw the figure.
-    figure.subplots_adjust(left=0.09, right=0.99, top=0.99, bottom=0.32)
+    figure = Figure(figsize=(12.8, 4.5))
+    # Fixed margins with room for the longest label, since to measure every label takes as long as to draw the figure.
+    figure.subplots_adjust(left=0.14, right=0.99, top=0.99, bottom=0.38)
     _panel(figure.subplots(), rows, "", MOST_NUMBERED)
     return figure
 
@@ -79,6 +81,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
         panel.fill_between(
             [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]],
             tops + tops[-1:],
+            _FOOT,
             step="post",
             color=colour,
             lw=0,
@@ -102,7 +105,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
         _name_introduced(panel, rows)
     places, names = zip(*axis.ticks(), strict=True)
     panel.set_yticks(places, names, fontsize=9)
-    panel.set_ylim(0, 1.09)
+    panel.set_ylim(_FOOT, 1.09)
     panel.set_xlim(-0.5, max(len(rows), 1) - 0.5)
     panel.grid(axis="y", lw=0.4)
     panel.set_axisbelow(True)
@@ -125,9 +128,9 @@ def _number_introduced(panel: Axes, rows: Sequence[Row], axis: Axis, most: int) 
     """Numbers above the panel, none over another one."""
     taken = -math.inf
     for count, x in enumerate(_introduced(rows)[:most], 1):
-        panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b3121d", lw=0.8, ls=":")
+        panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b84a00", lw=0.8, ls=":")
         if x - taken >= len(rows) / 70:
-            panel.text(x, 1.03, str(count), ha="center", color="#b3121d", fontsize=9)
+            panel.text(x, 1.03, str(count), ha="center", color="#b84a00", fontsize=9)
             taken = x
 
 
@@ -150,7 +153,7 @@ def _name_introduced(panel: Axes, rows: Sequence[Row]) -> None:
             xycoords="axes fraction",
             va="top",
             fontsize=8,
-            color="#b3121d",
+            color="#b84a00",
             parse_math=False,
         )
 

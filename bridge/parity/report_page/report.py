@@ -197,16 +197,8 @@ class ParityReport:
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
         heading = (
-            "stage",
-            "torch",
-            "jax",
-            "verdict",
-            "error",
-            "floor",
-            "ratio",
-            "alone",
-            "max ULP",
-            "cosine",
+            *("verdict", "stage", "torch", "jax", "ratio", "alone"),
+            *("error", "floor", "max ULP", "cosine", "cause"),
         )
         begin = list(self.introduced)
         others = sorted(
@@ -215,16 +207,17 @@ class ParityReport:
         chosen = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
         cells = [
             (
+                row.verdict,
                 row.stage,
                 (shown(row.name) or "(model)") + (f"#{row.call}" if row.call else ""),
                 row.partner or "(model)",
-                row.verdict + (f": {row.cause}" if row.cause else ""),
-                f"{row.error:.1e}",
-                f"{row.floor:.1e}",
                 _number(row.ratio),
                 "" if math.isnan(row.local) else _number(row.local),
+                f"{row.error:.1e}",
+                f"{row.floor:.1e}",
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
+                row.cause,
             )
             for row in chosen[:most]
         ]
