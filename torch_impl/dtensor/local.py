@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,8 +117,13 @@ def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, i
     return rows.bounds[shard], rows.bounds[shard + 1]
 
 
-def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
+def local_boxes(
+    tensor: torch.Tensor, shard: int | None = None, coordinate: Sequence[int] | None = None
+) -> tuple[Box, ...]:
     """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
+
+    coordinate: of another rank on the tensor's mesh, whose boxes are wanted; ValueError where tensor-parallel axes
+    leave that rank another number of rows than this one, for which row bounds are not known here.
 
     A tensor without elements is one empty box on every rank.
     """
@@ -127,7 +132,17 @@ def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ..
         # Without any box the tensor would vanish from a checkpoint.
         return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
     refuse_partial(tensor)
-    return tuple(part.whole for part in _parts(origin, shard))
+    if coordinate is not None and row_placement(origin.placements) is not None:
+        mesh, placements = origin.device_mesh, origin.placements
+        ranges = tensor_parallel_ranges(origin.shape, mesh, placements, coordinate)
+        left = tuple(sum(stop - start for start, stop in held) for held in ranges)
+        if left != tensor_parallel_sizes(origin.shape, mesh, placements):
+            raise ValueError(
+                f"expected tensor-parallel axes that cut shape {tuple(origin.shape)} evenly, got {left} there and "
+                f"{tensor_parallel_sizes(origin.shape, mesh, placements)} on this rank; look at it on that rank"
+            )
+        shard = shard_index(mesh, row_axes(placements), coordinate)
+    return tuple(part.whole for part in _parts(origin, shard, coordinate))
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,12 +169,13 @@ class _Part(NamedTuple):
     whole: Box
 
 
-def _parts(origin: DTensor, shard: int | None) -> Iterator[_Part]:
+def _parts(origin: DTensor, shard: int | None, coordinate: Sequence[int] | None = None) -> Iterator[_Part]:
     """The rows of ``row_range_of`` by boxes of what tensor-parallel axes leave, and by the ranges that make it up."""
-    ranges = tensor_parallel_ranges(origin.shape, origin.device_mesh, origin.placements)
+    ranges = tensor_parallel_ranges(origin.shape, origin.device_mesh, origin.placements, coordinate)
     sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
+    whole = row_placement(origin.placements) is None
     start = 0
-    for box in row_boxes(sizes, *row_range_of(origin, shard)):
+    for box in row_boxes(sizes, *((0, rows_of(sizes)[1]) if whole else row_range_of(origin, shard))):
         held = [list(_within(*at)) for at in zip(box.offsets, box.sizes, ranges, strict=True)]
         for parts in itertools.product(*held):
             inside, offsets, lengths = zip(*parts, strict=True) if parts else ((), (), ())

@@ -129,20 +129,25 @@ def row_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
 
 
 def tensor_parallel_ranges(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    coordinate: Sequence[int] | None = None,
 ) -> tuple[Ranges, ...]:
-    """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
+    """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to the rank at a
+    mesh coordinate (default: this rank's).
+    """
     ranges: list[Ranges] = [((0, size),) for size in shape]
     # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             ((start, stop),) = ranges[placement.dim]
             lengths = chunk_lengths(stop - start, mesh.size(axis))
-            at = coordinate_of(mesh)[axis]
+            at = (coordinate or coordinate_of(mesh))[axis]
             start += sum(lengths[:at])
             ranges[placement.dim] = ((start, start + lengths[at]),)
         elif isinstance(placement, FusedShard):
-            at = coordinate_of(mesh)[axis]
+            at = (coordinate or coordinate_of(mesh))[axis]
             ranges[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), at)
     return tuple(ranges)
 

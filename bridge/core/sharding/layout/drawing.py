@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Sequence
 
+from bridge.core.sharding.layout.row_bars import Boxed
 from bridge.core.sharding.layout.slot import Part, Slot
 
 MAX_RANKS = 16
@@ -40,6 +41,12 @@ def slot_line(number: int, slot: Slot, ranges: Sequence[tuple[int, int] | None])
     rows = " ".join("..." if range_ is None else "{}:{}".format(*range_) for range_ in ranges)
     block = f" by {slot.block}" if slot.block > 1 else ""
     return f"{letter(number)}  {slot.name} {slot.shape}: rows{block} {rows}"
+
+
+def slices_text(box: Boxed) -> str:
+    """A box as one would index it: ``[0:2, 3:7]``."""
+    stops = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.offsets, stops, strict=True))}]"
 
 
 def more_tensors(tensors: int) -> list[str]:
