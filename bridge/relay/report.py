@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.text import plain_json
+from bridge.core.views import Viewed
 from bridge.relay.config import RelayConfig
 from bridge.relay.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses, tolerance_of
 from bridge.relay.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
@@ -63,8 +64,8 @@ def relative_differences(losses: list[float], reference: list[float]) -> list[fl
     return [math.inf if math.isnan(distance) else distance for distance in distances]
 
 
-@dataclass(frozen=True)
-class RelayReport:
+@dataclass(frozen=True, repr=False)
+class RelayReport(Viewed):
     """Everything a relay measured. Losses are means over the global batch, before the step's update.
 
     norms_fp32, norms_fp64: of the references' states after each step. repeats: losses of repeats of the fp32 reference

@@ -20,7 +20,9 @@ from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors, slices_text
-from bridge.core.sharding.layout.row_bars import RowBar, row_bars
+from bridge.core.sharding.layout.row_bars import row_bars
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 
 MAX_BARS = 16
 _MAX_LISTED_CHUNKS = 16
@@ -36,8 +38,8 @@ class Group:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Viewed):
     """The contents of a checkpoint. ``unreadable`` says why, for tensors that can only be listed, and for
     objects whose value is not plain data.
 
@@ -57,6 +59,21 @@ class Summary:
     key_types: Mapping[str, str]
     left_alone: Mapping[str, str]
     object_paths: Mapping[str, TreePath]
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"{self.path}: {self.format}, {len(self.tensors)} tensors in {self.chunks} chunks, "
+            f"{human_bytes(self.bytes)}, {'with its' if self.manifest else 'no'} manifest"
+        )
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each tensor."""
+        rows = [
+            (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+            for t in self.tensors
+        ]
+        return [("tensor", "dtype", "shape", "size", "chunks"), *rows]
 
     @property
     def chunks(self) -> int:
@@ -109,16 +126,11 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         )
 
 
-def chunk_bars(tensor: TensorInfo, width: int) -> tuple[RowBar, ...]:
-    """The rows of a tensor by the number of the chunk that stores them, see ``row_bars``."""
-    return row_bars(tensor.shape, tensor.chunks, width)
-
-
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
     """For each of the first tensors, a bar of its rows with a letter for the chunk that stores them, and the chunks."""
     lines = []
     for tensor in tensors[:MAX_TENSORS]:
-        bars = chunk_bars(tensor, width)
+        bars = row_bars(tensor.shape, tensor.chunks, width)
         rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.numel
         lines.append(f"{tensor.name} {list(tensor.shape)}: {f'rows 0:{rows}' if bars else 'no elements'}")
         for bar in bars[:MAX_BARS]:
