@@ -20,7 +20,7 @@ from bridge.checkpoints.inspect.summary import chunk_lines
 from bridge.core.formats import create_checkpoint
 from bridge.core.formats.tensors.base import Box, TensorInfo
 from bridge.core.sharding import Layout, plan_layout
-from bridge.core.sharding.layout.row_bars import row_bars
+from bridge.core.sharding.layout.drawing import row_bars
 from tests.checkpoints.test_convert import write
 from tests.commands.test_main import call, command
 

@@ -70,15 +70,14 @@ class DiffReport(Viewed):
 
     def summary(self) -> str:
         """The verdict, and how many differences there are of each kind."""
-        beyond = sum(not tensor.within for tensor in self.tensors)
         counts = {
-            f"beyond {self.tolerance.max_ulp} ULP": beyond,
-            "only in a": len(self.missing),
-            "only in b": len(self.extra),
-            "of another shape or dtype": len(self.mismatched),
-            "other values": len(self.objects) + len(self.unreadable) + len(self.structure),
+            "beyond the tolerance": [tensor for tensor in self.tensors if not tensor.within],
+            "only in a": self.missing,
+            "only in b": self.extra,
+            "of another shape or dtype": self.mismatched,
+            "other values": (*self.objects, *self.unreadable, *self.structure),
         }
-        listed = [f"{count} {what}" for what, count in counts.items() if count]
+        listed = [f"{len(names)} {what}" for what, names in counts.items() if names]
         verdict = f"{'same' if self.same else 'different'}: {len(self.tensors)} tensors compared"
         return ", ".join([verdict, f"{self.total.max_ulp} ULP apart at most", *listed])
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from bridge.checkpoints.inspect.summary import MAX_BARS
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.sharding import Layout
-from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks
-from bridge.core.sharding.layout.row_bars import row_bars
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks, row_bars
 from bridge.core.text import printable
 
 if TYPE_CHECKING:

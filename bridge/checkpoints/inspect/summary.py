@@ -19,8 +19,7 @@ from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.step_paths import Step, at_step
-from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors, slices_text
-from bridge.core.sharding.layout.row_bars import row_bars
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors, row_bars, slices_text
 from bridge.core.text import human_bytes
 from bridge.core.views import Viewed
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import Problem
-from bridge.core.text import human_bytes
-from bridge.core.views import Viewed
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,8 @@ class NotFinite:
     infinite: int
 
 
-@dataclass(frozen=True, repr=False)
-class VerifyReport(Viewed):
+@dataclass(frozen=True)
+class VerifyReport:
     """The findings. ``bytes`` are those of the tensors' elements.
 
     opened: whether the checkpoint, or a part of it, could be opened; if not, only files were compared with the
@@ -57,13 +55,6 @@ class VerifyReport(Viewed):
 
     def __bool__(self) -> bool:
         return self.good
-
-    def summary(self) -> str:
-        """The verdict, then the problems, a line each."""
-        size = f"{self.tensors} tensors, {human_bytes(self.bytes)}" if self.opened else "cannot be opened"
-        count = f"{len(self.problems)} problems" if self.problems else "no problem"
-        found = (f"{problem.where}: {problem.text}" for problem in self.problems)
-        return "\n".join([f"{count} found, {self.path}, {self.format} {size}", *found])
 
 
 def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:

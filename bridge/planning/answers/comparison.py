@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bridge.core.sharding import ShardingPolicy
-from bridge.core.views import Viewed
 from bridge.planning.cost.cost import CostPlan, Workload, make_plan
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.models.errors import PlanError
@@ -51,8 +50,8 @@ class Choice:
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, repr=False)
-class Comparison(Viewed):
+@dataclass(frozen=True)
+class Comparison:
     """``plans`` in the order of policies, devices, workloads, runtimes. ``memory``: bytes of one device, or None.
 
     ``reserve``: the share of ``memory`` that stays free, from 0 to below 1.
@@ -77,12 +76,6 @@ class Comparison(Viewed):
     def workloads(self) -> tuple[Workload, ...]:
         """Each once, in the order of the plans."""
         return tuple(dict.fromkeys(plan.workload for plan in self.plans))
-
-    def summary(self) -> str:
-        """How many plans there are, then each of them, a line each, and the cheapest."""
-        chosen = [f"{one.policy or 'none'} fits best on {one.devices} devices" for one in self.choices]
-        count = f"{len(self.plans)} plans of {self.plans[0].model.name}"
-        return "\n".join(["; ".join([count, *chosen]), *(plan.summary() for plan in self.plans)])
 
     @property
     def choices(self) -> tuple[Choice, ...]:

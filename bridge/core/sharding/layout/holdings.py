@@ -16,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.core.sharding.layout.drawing import MAX_RANKS, MAX_TENSORS, more_tensors, slices_text
-from bridge.core.sharding.layout.row_bars import row_bars
+from bridge.core.sharding.layout.drawing import MAX_RANKS, MAX_TENSORS, more_tensors, row_bars, slices_text
 from bridge.core.sharding.layout.rows import Box
 from bridge.core.text import first_lines, printable
 from bridge.core.views import Viewed
