@@ -292,6 +292,10 @@ class RelayReport(Viewed):
             )
         return rows
 
+    def __repr__(self) -> str:
+        verdict = "good" if self.good else f"not good, {self.failures()[0]}"
+        return f"<RelayReport: {verdict}, {len(self.legs)} legs, {len(self.losses)} steps>"
+
     def summary(self) -> str:
         """The meaning of the table's columns, and the distance of each fp32 run from float64."""
         hops = [leg.hop for leg in self.legs if leg.hop is not None]
