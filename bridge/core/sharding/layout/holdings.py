@@ -25,7 +25,7 @@ _WIDTH, _BAR = 80, 60
 Holding = tuple[tuple[Box, ...], tuple[int, ...]]
 """Boxes of a tensor, none for nothing, and the devices that hold these."""
 Run = tuple[int, int | None, str, str]
-"""Cells of a bar, the number of the holding that they show, its devices, and what they hold."""
+"""Cells of a bar, the first device that holds these rows (None: no device), all such devices, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class TensorHoldings:
             runs: list[Run] = []
             for number, run in itertools.groupby(None if c is None else owners[c] for c in bar.cells):
                 boxes, devices = ((), ()) if number is None else self.holdings[number]
-                runs.append((len(list(run)), number, _numbers(devices), self._held(boxes)))
+                runs.append(
+                    (len(list(run)), min(devices, default=None), _numbers(devices), self._held(boxes))
+                )
             yield bar.columns, runs
 
     def lines(self) -> Iterator[str]:
