@@ -91,15 +91,25 @@ class Text(HTMLParser):
         self.text += data
 
 
+class Hostile(Viewed):
+    """A result whose every text is hostile."""
+
+    def summary(self) -> str:
+        return f"{HOSTILE}\n{HOSTILE}"
+
+    def table(self) -> list[tuple[str, str]]:
+        return [(HOSTILE, HOSTILE)] * 500
+
+
 def results() -> list[Viewed]:
     layout = plan_layout({HOSTILE: (300, 7), **SHAPES}, 4, align=1)
     missing = tuple(f"{HOSTILE}{k}" for k in range(500))
     report = DiffReport(HOSTILE, "b", Tolerance(), (), missing, (), (), (), (), (), ())
     plan = make_plan("llama3-8b", "fsdp", 64, "torch", Workload())
-    return [layout, report, plan, drawn(layout), layout.__class__.from_json(layout.to_json())]
+    return [layout, report, plan, drawn(layout), Hostile()]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_a_result_is_a_line_at_a_prompt_and_a_small_escaped_part_of_a_page_in_a_notebook(number: int) -> None:
     result = results()[number]
     if not isinstance(result, HoldingsDrawing):
