@@ -181,7 +181,7 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
         ),  # type: ignore[arg-type]  # wrong on purpose
         (
             lambda: main_weight_muon(0.1, use_muon=lambda path, leaf: True).init({"a": jnp.ones(3)}),
-            r"expected matrices where use_muon is true, got 'a' of shape \(3,\)",
+            r"expected matrices if use_muon is true, got 'a' of shape \(3,\)",
         ),
     ],
 )
