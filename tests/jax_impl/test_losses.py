@@ -224,7 +224,7 @@ def test_gradients_that_are_not_a_step_return_statistics_too(engine: str) -> Non
         (
             lambda tree, rows: (jnp.mean(token_losses(tree, rows)), jnp.mean(token_losses(tree, rows) < 1)),
             {},
-            "weight from the batch alone, .* got one that depends on the model: .* has_aux=True",
+            "weight from the batch alone, .* got a weight that depends on the model: .* has_aux=True",
         ),
         (lambda tree, rows: jnp.sum(rows["mask"]), {}, "floating-point scalar.* got int32"),
         (lambda tree, rows: jnp.mean(token_losses(tree, rows)), {"has_aux": True}, r"expected \(loss, aux\)"),

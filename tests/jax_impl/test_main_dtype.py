@@ -376,8 +376,8 @@ def test_a_policy_file_takes_float64_where_it_says_so_and_frozen_ones_always(tmp
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        ("int8", {}, r"'w': expected a floating dtype for a parameter that is trained, got int8: freeze it"),
-        ("bool", {}, r"'w': expected a floating dtype for a parameter that is trained, got bool: freeze it"),
+        ("int8", {}, r"'w': expected a floating dtype for a trainable parameter, got int8: freeze"),
+        ("bool", {}, r"'w': expected a floating dtype for a trainable parameter, got bool: freeze"),
         ("complex64", {"frozen": ["w"]}, r"'w': expected a floating or integer dtype .*, got complex64"),
         (
             "int4",

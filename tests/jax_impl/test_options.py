@@ -154,7 +154,7 @@ def test_unknown_keywords_and_keywords_beside_a_policy_are_refused():
         fully_shard(decoder(), data_parallel_mesh(2), param_type="bfloat16")
     with pytest.raises(ValueError, match=r"a policy or keywords, got a policy and \['strategy'\]"):
         fully_shard(decoder(), data_parallel_mesh(2), "fsdp", strategy="optim")
-    with pytest.raises(ValueError, match="expected a mesh, or a policy that has one"):
+    with pytest.raises(ValueError, match="expected a mesh, or a policy with a mesh"):
         fully_shard(decoder())
 
 
