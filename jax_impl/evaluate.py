@@ -248,7 +248,7 @@ class EvalStep:
                 jax.eval_shape(self._program, weights, twice_as_many(batch), *rest)
         except _NoRowsError as error:
             # For this batch, a first dimension equals the number of rows by chance.
-            raise _NoRowsError(error.shapes, "rows (whatever their number)") from None
+            raise _NoRowsError(error.shapes, "rows (any number of them)") from None
         except Exception:
             # The function works only for this number of rows, like a decode cache.
             return

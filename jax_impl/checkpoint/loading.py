@@ -93,7 +93,7 @@ def load_checkpoint(
             replacements; another floating dtype is cast. If any moment is fresh, a device temporarily holds the moments
             of ``optimizer.init`` in addition to the loaded ones.
         initial: weights of this plan, or a state. Where the checkpoint lacks weights or variables, or has them in
-            another shape, the load copies them from here and starts fresh moments. Needs ``strict=False``, and a
+            another shape, the load copies ``initial``'s and starts fresh moments. Needs ``strict=False``, and a
             checkpoint with at least one of the weights; the result's ``fresh`` names the copied tensors.
         variables: ``variable_leaves(model)``, used for variables that the checkpoint lacks; if not strict, also for
             variables of another shape or dtype. Default: the variables of ``initial``, if ``initial`` is a state.

@@ -1,7 +1,7 @@
 """Norms of whole parameters, from their shards: sums on each device, then one reduction for all parameters.
 
 A parameter's rows are one range of a device's shard; the range begins and ends at other positions on each device. All
-devices run one program, so each device reads as many elements as the largest range has, from the begin of its own::
+devices run one program, so each device reads as many elements as the largest range has, from the start of its own::
 
     device 0   |. . a a a a a b b|        a: 5 elements from 2      b: 2 elements from 7
     device 1   |b b b b . . . . .|        a: nothing                b: 4 elements from 0

@@ -70,7 +70,7 @@ _EQUAL = DeviceValue()
 
 
 def mark_before(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same variables, marked as the values at the begin of a step. Random keys get no marks."""
+    """The same variables, marked as the values at the start of a step. Random keys get no marks."""
     return {path: mark_numbers(value, _BEFORE + path) for path, value in variables.items()}
 
 

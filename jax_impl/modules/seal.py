@@ -2,7 +2,7 @@
 
 A loss function can reach the array that a step holds for a unit's weights, by ``nnx.state(model)`` or
 ``jax.tree.leaves(params)``. But that array is a shard or a flat buffer, and its gradient is dropped: a penalty on all
-parameters would be silently wrong. So weights are sealed at the begin of a step and opened in their unit, both by names
+parameters would be silently wrong. So weights are sealed at the start of a step and opened in their unit, both by names
 in the traced program, and the program is checked before compilation::
 
     weights at rest -> hold -> seal "layers/0" -> slices, loops, ... -> open -> gather -> apply

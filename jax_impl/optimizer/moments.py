@@ -9,10 +9,10 @@ rows are single elements (vectors, scalars) stay float32.
 
 Rounding is to nearest, with two exceptions:
 
-* A nonzero second moment is stored as at least the smallest positive number: zero would make the next update huge. *
-With b2 = 0.999 a second moment changes by 0.1 % per step, far less than the spacing of float8: rounded to nearest, it
-would never change. So float8 second moments are dithered: the position between two stored numbers decides how often,
-over the steps, the upper number is used, in a fixed sequence of (row, column, step) that is the same on every device.
+* A nonzero second moment is stored as at least the smallest positive number: zero would make the next update huge.
+* With b2 = 0.999 a second moment changes by 0.1 % per step, far less than the spacing of float8: rounded to nearest, it
+  would never change. So float8 second moments are dithered: the position between two stored numbers decides how often,
+  over the steps, the upper number is used, in a fixed sequence of (row, column, step) that is the same on every device.
 
 Stored values, scales and decoded values have the bits of ``torch_impl.optimizer.moments`` on CPU, except for subnormal
 numbers, which JAX flushes to zero. ``main_weight_adamw.py`` explains how roundings are preserved. Every result is

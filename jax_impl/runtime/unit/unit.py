@@ -10,7 +10,7 @@ The order of one training step over two units A and B inside the root R, under
 
 1. A gather waits for the unit's input. Otherwise XLA issues the gathers of all units and microbatches at the start.
 2. A unit's output and its residuals leave together. Otherwise XLA recomputes a small residual from the gathered
-  weights, and so keeps the whole buffer alive until backward.
+   weights, and so keeps the whole buffer alive until backward.
 3. The second gather waits for the output's cotangent and the saved activations. Otherwise XLA merges it with the first.
 
 A unit whose weights are whole during the step needs no gather, but its gradients still leave through this module, as
