@@ -240,9 +240,7 @@ def test_a_checkpoint_of_the_other_format_or_none_is_refused(tmp_path: Path) -> 
     with create_checkpoint(tmp_path / "dcp", "dcp") as writer:
         info = writer.add_tensor(("model", "w"), (2,), np.dtype(np.float32))
         writer.write(info.name, Box((0,), (2,)), np.ones(2, np.float32))
-    with pytest.raises(
-        CheckpointError, match=r"A dcp checkpoint from another framework .*twinshard convert"
-    ):
+    with pytest.raises(CheckpointError, match=r"A dcp checkpoint from another framework .*twinshard convert"):
         load_checkpoint(tmp_path / "dcp", plan)
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "nothing", plan)

@@ -32,9 +32,7 @@ def test_more_devices_than_exist_are_refused():
 )
 def test_a_mesh_has_data_parallel_axes_and_then_model_axes(names):
     sizes = dict.fromkeys(names, 1)
-    message = (
-        r"one or two data-parallel axes, outer to inner, then at most two model axes \(names tp, .*got "
-    )
+    message = r"one or two data-parallel axes, outer to inner, then at most two model axes \(names tp, .*got "
     with pytest.raises(ValueError, match=message + re.escape(str(sizes))):
         checked_mesh(Mesh(np.array(jax.devices()[:1]).reshape([1] * len(names)), names))
     with pytest.raises(ValueError, match=message):

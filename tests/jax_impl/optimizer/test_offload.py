@@ -188,9 +188,7 @@ def test_updates_that_need_more_than_a_device_has_are_refused_on_the_host(make: 
 
 def test_an_update_on_the_host_needs_a_step_count() -> None:
     plan = plan_sharding(model_of(2), data_parallel_mesh(4))
-    with pytest.raises(
-        ValueError, match="Offload: update='host': expected an optimizer with a step count"
-    ):
+    with pytest.raises(ValueError, match="Offload: update='host': expected an optimizer with a step count"):
         abstract_state(plan, optax.sgd(0.1, momentum=0.9), offload=ON_HOST)
 
 
@@ -340,7 +338,11 @@ def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | N
         ({"moments": "half"}, TypeError, "Offload: moments: expected a number from 0 to 1, got 'half'"),
         ({"moments": True}, TypeError, "Offload: moments: expected a number"),
         ({"update": "cpu"}, ValueError, "Offload: update: expected 'device' or 'host', got 'cpu'"),
-        ({"update": "host"}, ValueError, "expected moments=1.0, main_weights=True, because the host updates both"),
+        (
+            {"update": "host"},
+            ValueError,
+            "expected moments=1.0, main_weights=True, because the host updates both",
+        ),
         (
             {"update": "host", "main_weights": True, "moments": 0.9},
             ValueError,

@@ -459,9 +459,7 @@ def test_counts_of_one_devices_rows_are_refused_where_devices_see_their_own(chan
         one_step(change, {}, "shard_map")
     plan, weights = fully_shard(Codebook(nnx.Rngs(0), change), data_parallel_mesh(4))
     state = init_state(plan, weights, optax.sgd(0.1))
-    with pytest.raises(
-        ValueError, match=r"variable 'calls'.*is x\.shape\[0\] inside a step: count the rows"
-    ):
+    with pytest.raises(ValueError, match=r"variable 'calls'.*is x\.shape\[0\] inside a step: count the rows"):
         make_eval_step(plan, lambda model, x: model(x), mutable=True)(state, rows())
     alone = Codebook(nnx.Rngs(0), change)
     alone(jnp.asarray(rows()))
