@@ -144,7 +144,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _mistral(keys: Keys) -> dict[str, Any]:
-    # The class defaults to 8 heads for any other sizes, and to a window of 4096 if the file does not say.
+    # The class defaults to 8 key/value heads for any other sizes, and to a window of 4096 without an entry.
     keys.take("num_key_value_heads", int)
     result = _common(keys)
     window = keys.take("sliding_window", int, None) if keys.has("sliding_window") else 4096

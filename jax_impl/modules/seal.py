@@ -132,7 +132,7 @@ def witnessed(arrays: T, witnesses: Sequence[jax.Array]) -> T:
 
 
 def open_sealed(arrays: T) -> T:
-    """The same arrays, free to use, but without second derivatives."""
+    """The same arrays, free to use, but not differentiable."""
     return jax.tree.map(_once, checkpoint_name(arrays, _OPEN))
 
 

@@ -220,7 +220,7 @@ class _Turns:
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
         evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
-        # The host reads gradients from the device.
+        # The host uses gradients from either memory.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
 

@@ -342,7 +342,7 @@ class ShardingPlan:
     def merge(
         self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
     ) -> nnx.Module | Tree:
-        """The logical model with ``{path: value}`` as its parameters, and also as its other variables.
+        """The logical model with ``{path: value}`` for its parameters and its other variables.
 
         ``unshard(plan, state)`` returns parameters and other variables in one mapping. Without values, the variables
         are those of the model that ``fully_shard`` got, with a warning if training changes them (batch statistics).

@@ -194,7 +194,7 @@ def _without_gradient(path: str, sources: Sources) -> Sources:
     def stopped(x: jax.Array) -> jax.Array:
         # For arrays over which a loop runs, JAX creates zero gradients on the device, even if the arrays are on the
         # host. These arrays are sealed again, because a loss may also stop gradients for other reasons; sealing arrays
-        # on the device would save a copy.
+        # on the device would store an extra copy.
         return x if is_on_device(x) else seal(path, jax.lax.stop_gradient(x))
 
     return jax.tree.map(stopped, sources)

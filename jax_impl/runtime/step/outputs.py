@@ -179,7 +179,7 @@ def layer_numbers(layers: int) -> jax.Array:
 
 
 def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
-    """Add a callback that reports a unit's output to the program. ``layer``: int32, -1 outside stacks."""
+    """Add to the program a callback that reports a unit's output. ``layer``: int32, -1 outside stacks."""
     site = _Site(unit, next(_orders))
     ins, outs = (
         # A callback has no derivative, and its counts must not enter any derivative.
