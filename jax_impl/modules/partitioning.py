@@ -288,7 +288,7 @@ def warn_of_annotations(model: nnx.Module, annotated: Mapping[str, Any] | None =
         return
     shown = first_of([f"{path!r} {names}" for path, names in annotated.items()])
     warn_caller(
-        f"model: {len(annotated)} parameters have sharding annotations without effect: {shown}; jax_impl cuts "
+        f"model: {len(annotated)} parameters have sharding annotations that have no effect: {shown}; jax_impl cuts "
         "parameters over the data-parallel axes of the mesh, and over its model axes (tp, ep, ...) if annotations "
         "name these. Remove the annotations, so that nothing relies on them: omit nnx.with_partitioning, or pass "
         "flax.linen.meta.unbox(params)",

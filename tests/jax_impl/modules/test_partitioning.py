@@ -121,7 +121,7 @@ def test_layers_of_a_stack_are_cut_by_dimensions_of_one_layer() -> None:
     by_path = cuts(model, {"layers/*/mlp/up": "colwise"}, stacked=["layers"])
     assert by_path == {"layers/mlp/up/kernel": (("tp", 1),)}
     with pytest.raises(
-        ValueError, match=r"'layers/mlp/up/kernel': expected all 2 layers .* cut alike.* got 1"
+        ValueError, match=r"'layers/mlp/up/kernel': expected equal cuts of all 2 layers .* got cuts of 1"
     ):
         cuts(model, {"layers/1/mlp/up": "colwise"}, stacked=["layers"])
 

@@ -316,7 +316,7 @@ def tree() -> dict[str, Any]:
     [
         (
             lambda leaf: leaf.astype(jnp.float32),
-            r"float32\[4\] in place of float64\[4\] of parameter 'bias'.*casts",
+            r"float32\[4\] in place of float64\[4\] of parameter 'bias'.*to cast",
         ),
         (
             lambda leaf: leaf[:2],
