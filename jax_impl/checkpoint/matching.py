@@ -120,7 +120,7 @@ def match(path: Path, saved: Mapping[str, ShapeDtype], wanted: Wanted) -> Match:
             elif field == "shape" and not wanted.with_weights and wrong[0].startswith("params/"):
                 hint = "; strict=False with initial=state uses the state's own weights for these"
             raise CheckpointError(
-                f"{path}: tensors whose {field} differs from this model's: {first_of(wrong)}{hint}"
+                f"{path}: tensors with another {field} than this model's: {first_of(wrong)}{hint}"
             )
     fresh = tuple(name for name in wanted.tensors if name not in sources)
     return Match(sources, fresh, tuple(rest), step)
@@ -204,7 +204,7 @@ def _hint_of_trees(
         return ""
     where = " and ".join(repr(tree) if tree else "the top" for tree in trees)
     rest = "" if lacking else f", or use strict=False, which takes {root or 'the top'!r} and ignores the rest"
-    return f"It has this model's weights in {where}: choose one by load_checkpoint(..., tree={others[0]!r}){rest}. "
+    return f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}){rest}. "
 
 
 def _hint_of_scales(missing: Collection[str], unexpected: Collection[str], wanted: Wanted) -> str:

@@ -170,7 +170,7 @@ def test_rows_beside_a_loss_are_refused_where_they_would_be_averaged(engine: str
         return step.gradients(weights, batch())[0]
 
     with pytest.raises(
-        ValueError, match=r"got a value for each row in aux\['losses'\]: return a mean over them"
+        ValueError, match=r"got a value for each row in aux\['losses'\]: return a mean over the rows"
     ):
         run(loss, 2)
     assert run(mean_of_features, 2)[1]["features"].shape == (ROWS // 8,)

@@ -416,7 +416,9 @@ def test_integers_of_numpy_are_as_wide_as_jax_has_them() -> None:
     # The magnitude of the least integer is none of its dtype.
     assert parameter_norms(plan, weights, norm_type=np.inf)["low"] == 128
     np.testing.assert_array_equal(unshard(plan, weights)["order"], np.arange(7))
-    with pytest.raises(ValueError, match="'order': expected values that int32 has, got int64 with others"):
+    with pytest.raises(
+        ValueError, match="'order': expected values that int32 can represent, got int64 values that it cannot"
+    ):
         shard_weights(plan, {**tree, "order": np.arange(7) << 40})
 
 

@@ -283,7 +283,7 @@ def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_
     if offload == ON_HOST:
         # Rows of a parameter, of which each has a scale, may lie on several devices in the pjit engine.
         with pytest.raises(
-            ValueError, match=r"what other devices have: use Offload\(\.\.\., update='device'\)"
+            ValueError, match=r"data of other devices: use Offload\(\.\.\., update='device'\)"
         ):
             step(loaded, rows)
     else:

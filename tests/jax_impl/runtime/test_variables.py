@@ -282,9 +282,9 @@ def test_sums_go_over_microbatches_too() -> None:
         (counted_by_choice, {}, r"variable 'calls' \(Variable\): expected the same value on all devices"),
         (largest, {}, r"variable 'largest' \(Largest\)"),
         (decayed, {"counts": "sum"}, r"'sum': expected the old value plus an increment.*psum\(batch_counts"),
-        (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the old value plus an increment"),
         (kept_from_the_pass_before, {}, r"variable 'average' \(Variable\): expected the same value"),
-        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the old value plus an increment"),
         (counted, {"calls": "sum", "counts": "sum"}, "variable 'calls': rule 'sum'"),
     ],
 )
