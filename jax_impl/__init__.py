@@ -1,4 +1,4 @@
-"""Sharded training state in JAX: flat uneven buffers on data-parallel mesh axes, or logical arrays; and model axes.
+"""Sharded training state in JAX: flat uneven buffers or logical arrays on data-parallel mesh axes, and model axes.
 
 A flax nnx model, a linen module's parameters or any pytree goes in; pure functions over a pytree of arrays come out::
 
@@ -16,7 +16,7 @@ from importlib import import_module
 try:
     import_module("jax")
 except ModuleNotFoundError as error:
-    # Anything else that is missing is a damaged installation, which the extra would not mend.
+    # If another module is missing, the installation is damaged, and the extra would not repair it.
     if error.name != "jax":
         raise
     raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
