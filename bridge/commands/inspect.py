@@ -13,9 +13,6 @@ from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.formats.stores.store import hub_hint, place_of
-from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.text import human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 
@@ -87,6 +84,7 @@ def inspect(
     """
     from bridge.checkpoints.inspect.chart import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.inspect.summary import inspect as run
+    from bridge.core.formats.stores.store import place_of
 
     out = Console()
     step = which.step_number()
@@ -153,6 +151,8 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
 
 def _print_objects(out: Console, summary: Summary, depth: int | None) -> None:
     """The values that are not tensors; those deeper than ``depth`` by their number alone."""
+    from bridge.core.formats.tensors.leaves import separator_of
+
     folded: Counter[str] = Counter()
     for name, value in summary.objects.items():
         path = summary.object_paths[name]
@@ -178,6 +178,8 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
     from bridge.checkpoints.inspect.chart import layout_figure, save_picture
+    from bridge.core.formats.stores.store import hub_hint
+    from bridge.core.formats.tensors.base import CheckpointError
     from bridge.core.sharding.layout.layout import Layout
 
     if not path.exists():

@@ -12,7 +12,6 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.output import Console, print_failure
-from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
 
 if TYPE_CHECKING:
@@ -178,6 +177,8 @@ def user_errors(*kinds: type[Exception], json: bool = False) -> Iterator[None]:
 
     json: the message is also a document on standard output.
     """
+    from bridge.core.formats.tensors.base import CheckpointError
+
     expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
     try:
         yield

@@ -17,7 +17,6 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
-from bridge.core.mapping import MappingError
 
 
 def parity(
@@ -49,6 +48,7 @@ def parity(
       twinshard parity run.toml --out runs/parity
       twinshard parity torch.trace jax.trace --mapping llama --axis d=64
     """
+    from bridge.core.mapping import MappingError
     from bridge.parity.compare.captured import compare_traces
     from bridge.parity.compare.run import compare_run_file, write_report
     from bridge.parity.compare.run_file import RunFile, RunFileError
