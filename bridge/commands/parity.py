@@ -48,6 +48,7 @@ def parity(
       twinshard parity run.toml --out runs/parity
       twinshard parity torch.trace jax.trace --mapping llama --axis d=64
     """
+    from bridge.core.extras import why_no_pictures
     from bridge.core.mapping import MappingError
     from bridge.parity.compare.captured import compare_traces
     from bridge.parity.compare.run import compare_run_file, write_report
@@ -71,6 +72,8 @@ def parity(
             names = ", ".join(map(str, runs))
             raise ValueError(f"expected one run file (*.toml) or two traces (directories), got {names}")
         write_report(report, folder)
+        if (reason := why_no_pictures()) is not None:
+            say(reason)
     if strict and not report.complete:
         print_line(progress, f"parity: --strict: {report.conclusion()}")
     if json:

@@ -55,8 +55,8 @@ def plan(
 
     With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
     any JAX model. The table shows what the compiled programs hold and send, whether they fit, and an estimate of the
-    time of a step. Answers are kept below ~/.cache/twinshard. The compilers come with
-    pip install "twinshard[gpu-compiler]" or "twinshard[tpu-compiler]".
+    time of a step. Answers are kept below ~/.cache/twinshard. `make compilers`
+    installs the compilers in a clone; the error of a missing compiler has the commands for pip.
 
     \b
     Example:

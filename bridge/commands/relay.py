@@ -43,6 +43,7 @@ def relay(
     Example:
       twinshard relay --out runs/first
     """
+    from bridge.core.extras import why_no_pictures
     from bridge.relay.config import ConfigError, RelayConfig
     from bridge.relay.relay import RelayError, run
 
@@ -60,7 +61,8 @@ def relay(
         heading, *rows = report.table()
         print_table(console, heading, rows)
         print_text(console, report.summary())
-        print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
+        picture = why_no_pictures() or f"picture {folder / 'relay.png'}"
+        print_line(console, f"report {folder / 'report.json'}; {picture}")
     for failure in report.failures():
         print_line(Console(stderr=True), f"failed: {failure}")
     if not report.failures() and not json:

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
-from bridge.relay.chart import save_picture
+from bridge.core.extras import install_advice, why_no_pictures
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
 from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
@@ -52,6 +52,8 @@ class RelayError(RuntimeError):
 def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
 
+    Without matplotlib the folder has no picture.
+
     Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
     Raises ``RelayError`` when a framework is not installed, the folder exists, or a leg or a conversion fails. Legs
     that had finished stay in the folder.
@@ -76,7 +78,10 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         repeats=tuple(repeat.losses for repeat in repeats),
     )
     report.write(out / "report.json")
-    save_picture(report, out / "relay.png")
+    if why_no_pictures() is None:
+        from bridge.relay.chart import save_picture
+
+        save_picture(report, out / "relay.png")
     return report
 
 
@@ -91,8 +96,8 @@ def _require_frameworks(config: RelayConfig) -> None:
     ]
     if absent:
         raise RelayError(
-            f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported; install both with "
-            "pip install 'twinshard[all]'"
+            f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported: "
+            f"{install_advice('torch', 'jax', 'pictures')}"
         )
 
 

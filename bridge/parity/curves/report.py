@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.extras import why_no_pictures
 from bridge.core.text import first_lines
+from bridge.parity.curves.series import MetricsError
 from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
@@ -107,8 +109,10 @@ class CurvesReport:
     def plot(self, path: str | Path) -> None:
         """Write a picture of the curves, the bands and the departures; the suffix gives the format.
 
-        ``MetricsError`` for a suffix that matplotlib does not know.
+        ``MetricsError`` without matplotlib, and for a suffix that matplotlib does not know.
         """
+        if (reason := why_no_pictures()) is not None:
+            raise MetricsError(reason)
         from bridge.parity.curves.chart import save_picture
 
         save_picture(
