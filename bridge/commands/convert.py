@@ -13,6 +13,7 @@ from bridge.commands.convert_report import ASKED_FOR, names_of, print_result
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
+    ExampleOption,
     JsonOption,
     MappingOptions,
     item_names,
@@ -53,6 +54,7 @@ def convert(
     run: RunOptions,
     parts: PartOptions,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
 
@@ -61,6 +63,7 @@ def convert(
 
     \b
     Example:
+      twinshard convert --example checkpoints
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT

@@ -10,6 +10,7 @@ import typer
 
 from bridge.commands.options import (
     AxisOption,
+    ExampleOption,
     JsonOption,
     MappingOption,
     axis_sizes,
@@ -35,6 +36,7 @@ def parity(
         bool, typer.Option("--strict", help="Status 1 also where something could not be compared.")
     ] = False,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Put a PyTorch model and a JAX model side by side, and say where they first part.
 
@@ -45,6 +47,7 @@ def parity(
 
     \b
     Examples:
+      twinshard parity --example port
       twinshard parity run.toml --out runs/parity
       twinshard parity torch.trace jax.trace --mapping llama --axis d=64
     """

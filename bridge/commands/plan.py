@@ -8,7 +8,7 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.option_groups import grouped_options
-from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.options import ExampleOption, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 from bridge.commands.plan_options import (
     PictureOptions,
@@ -39,6 +39,7 @@ def plan(
     search: SearchOptions,
     pictures: PictureOptions,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Predict memory and traffic of a sharded model, without devices.
 
@@ -60,6 +61,7 @@ def plan(
 
     \b
     Example:
+      twinshard plan --example policies
       twinshard plan fsdp_bf16 zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
       twinshard plan hsdp --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
       twinshard plan fsdp --model llama3-8b --optimizer adafactor --frozen 'embed.*' --devices 8

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.options import JsonOption, progress_console, user_errors
+from bridge.commands.options import ExampleOption, JsonOption, progress_console, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 
 
@@ -34,6 +34,7 @@ def relay(
         ),
     ] = None,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Train one model in PyTorch and JAX by turns.
 
@@ -41,6 +42,7 @@ def relay(
 
     \b
     Example:
+      twinshard relay --example hop
       twinshard relay --out runs/first
     """
     from bridge.core.extras import why_no_pictures

@@ -26,13 +26,13 @@ _TRANSPOSED = "model.layers.1.self_attn.o_proj.weight"
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Write ``torch`` (DCP) and ``by_hand`` (Orbax), in which one square matrix is not transposed, into ``folder``."""
+    """Write ``torch`` (DCP) and ``by_hand`` (flax), in which one square matrix is not transposed, into ``folder``."""
     arrays = dict(_arrays())
     _write(folder / "torch", arrays)
     with TemporaryDirectory() as scratch:
         # The kernel of a correct port is the transpose of torch's matrix.
         _write(Path(scratch, "torch"), {**arrays, _TRANSPOSED: arrays[_TRANSPOSED].T})
-        convert(Path(scratch, "torch"), folder / "by_hand", mapping="llama", to="orbax")
+        convert(Path(scratch, "torch"), folder / "by_hand", mapping="llama", into="flax", to="safetensors")
 
 
 def _arrays() -> Iterator[tuple[str, np.ndarray]]:

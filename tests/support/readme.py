@@ -1,0 +1,121 @@
+"""The commands of README.md with the output that it shows: ``python -m tests.support.readme`` writes the real output.
+
+A block of ``bash`` holds commands, the block of ``text`` after it what they print on a terminal of 80 columns. A line
+"..." there stands for lines that are left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+_JOB = re.compile(r"```bash\n(?P<commands>.*?)```\n\n```text\n(?P<shown>.*?)```", re.DOTALL)
+_LEFT_OUT = "..."
+
+
+@dataclass(frozen=True)
+class Job:
+    """Commands of one block, and the lines that the README shows of their output."""
+
+    commands: tuple[str, ...]
+    shown: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.commands[0].split()[1]
+
+
+def jobs() -> list[Job]:
+    """The blocks of README.md in their order."""
+    return [
+        Job(tuple(match["commands"].splitlines()), tuple(match["shown"].splitlines()))
+        for match in _JOB.finditer(README.read_text(encoding="utf-8"))
+    ]
+
+
+def run(command: str, folder: Path) -> tuple[int, list[str]]:
+    """Exit status and standard output of a command that runs in ``folder``, on a terminal of 80 columns."""
+    environment = {
+        **os.environ,
+        "COLUMNS": "80",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TERM": "dumb",
+    }
+    terminal, output = pty.openpty()
+    with subprocess.Popen(
+        ["bash", "-c", command], cwd=folder, env=environment, stdout=output, stderr=subprocess.DEVNULL
+    ) as process:
+        os.close(output)
+        printed = bytearray()
+        while True:
+            try:
+                part = os.read(terminal, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            printed += part
+        os.close(terminal)
+    return process.returncode, [line.rstrip() for line in printed.decode().splitlines()]
+
+
+def comparable(line: str, job: Job) -> str:
+    """A line without times, widths of columns, and the numbers that depend on the machine."""
+    line = re.sub(r"in [\d.]+ s \(.*?/s\)", "in # s", line)
+    if job.name == "parity":
+        # Errors depend on the machine; what a cause names does not.
+        line = re.sub(r"(?<!epsilon )\b\d[\d.]*(e[+-]\d+)?\b", "#", line)
+    return " ".join(line.split())
+
+
+def missing(job: Job, printed: list[str]) -> list[str]:
+    """The lines of the README that were not printed, or not in this order, or not without other lines between them."""
+    lines = [comparable(line, job) for line in printed]
+    place, anywhere, wrong = 0, True, []
+    for line in job.shown:
+        if line == _LEFT_OUT:
+            anywhere = True
+            continue
+        try:
+            found = lines.index(comparable(line, job), place)
+        except ValueError:
+            wrong.append(line)
+            continue
+        if not anywhere and found != place:
+            wrong.append(line)
+        place, anywhere = found + 1, False
+    return wrong
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    with TemporaryDirectory() as folder:
+        for job in jobs():
+            printed = [line for command in job.commands for line in run(command, Path(folder))[1]]
+            rest, lines = list(printed), []
+            for shown in job.shown:
+                close = difflib.get_close_matches(shown, rest, 1, 0.3) if shown != _LEFT_OUT else [shown]
+                if not close:
+                    print(f"{job.name}: nothing printed is like {shown!r}")
+                    continue
+                lines += close
+                if shown != _LEFT_OUT:
+                    rest = rest[rest.index(close[0]) + 1 :]
+            old, new = ("\n".join(lines) for lines in (job.shown, lines))
+            text = text.replace(f"```text\n{old}\n```", f"```text\n{new}\n```")
+            print("\n".join(printed))
+    README.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
