@@ -13,7 +13,6 @@ from bridge.commands.convert_report import ASKED_FOR, names_of, print_result
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
-    ExampleOption,
     JsonOption,
     MappingOptions,
     item_names,
@@ -54,7 +53,6 @@ def convert(
     run: RunOptions,
     parts: PartOptions,
     json: JsonOption = False,
-    example: ExampleOption = None,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
 

@@ -7,6 +7,7 @@ A block of ``bash`` holds commands, the block of ``text`` after it what they pri
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import pty
 import re
@@ -69,31 +70,31 @@ def run(command: str, folder: Path) -> tuple[int, list[str]]:
     return process.returncode, [line.rstrip() for line in printed.decode().splitlines()]
 
 
-def comparable(line: str, job: Job) -> str:
-    """A line without times, widths of columns, and the numbers that depend on the machine."""
-    line = re.sub(r"in [\d.]+ s \(.*?/s\)", "in # s", line)
+def comparable(text: str, job: Job) -> str:
+    """The words of ``text`` without times and without the numbers that depend on the machine."""
+    text = re.sub(r"in [\d.]+ s \(.*?/s\)", "in # s", " ".join(text.split()))
     if job.name == "parity":
         # Errors depend on the machine; what a cause names does not.
-        line = re.sub(r"(?<!epsilon )\b\d[\d.]*(e[+-]\d+)?\b", "#", line)
-    return " ".join(line.split())
+        text = re.sub(r"(?<!epsilon )(?<!\S)\d[\d.]*(e[+-]\d+)?(?!\S)", "#", text)
+    return text
 
 
 def missing(job: Job, printed: list[str]) -> list[str]:
-    """The lines of the README that were not printed, or not in this order, or not without other lines between them."""
-    lines = [comparable(line, job) for line in printed]
-    place, anywhere, wrong = 0, True, []
-    for line in job.shown:
-        if line == _LEFT_OUT:
-            anywhere = True
+    """The passages of the README, from one "..." to the next, that were not printed, or not in this order.
+
+    Words are compared, since a narrow terminal breaks lines between words.
+    """
+    text = f" {comparable(' '.join(printed), job)} "
+    place, wrong = 0, []
+    for left_out, lines in itertools.groupby(job.shown, _LEFT_OUT.__eq__):
+        if left_out:
             continue
-        try:
-            found = lines.index(comparable(line, job), place)
-        except ValueError:
-            wrong.append(line)
-            continue
-        if not anywhere and found != place:
-            wrong.append(line)
-        place, anywhere = found + 1, False
+        passage = comparable(" ".join(lines), job)
+        found = text.find(f" {passage} ", place)
+        if found < 0:
+            wrong.append(passage)
+        else:
+            place = found + len(passage)
     return wrong
 
 
