@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from bridge.commands.main import app
 from bridge.core.extras import install_advice, why_no_pictures
+from bridge.parity.compare.run_file import RunFileError, resolve
 from bridge.parity.curves.compare import compare_runs
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,21 @@ def test_each_extra_that_is_advised_exists() -> None:
     }
     assert {"torch", "jax", "ray", "pictures"} <= advised <= set(extras)
     assert {"gpu-compiler", "tpu-compiler"} <= set(extras)
+
+
+def test_a_run_file_whose_model_needs_an_absent_framework_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "model_without_jax.py").write_text("import flax\n")
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(
+        RunFileError, match=r"^\[jax\] model: cannot import .*flax.*: pip install '\.\[jax\]'"
+    ):
+        resolve("model_without_jax:build", "[jax] model")
+    with pytest.raises(RunFileError) as told:
+        resolve("no_such_module:build", "[jax] model")
+    assert "pip" not in str(told.value)
 
 
 @pytest.fixture
