@@ -23,7 +23,8 @@ def test_a_package_is_marked_as_typed_and_ships_what_it_reads(package: str) -> N
     shipped = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
     assert ROOT / package / "py.typed" in shipped
     read = {path for path in (ROOT / package).rglob("*.toml") if path.is_file()}
-    read |= {path for path in (ROOT / package / "examples" / "files").glob("*/*") if path.is_file()}
+    examples = [path for path in (ROOT / package / "examples" / "files").rglob("*") if path.is_file()]
+    read |= {path for path in examples if path.parent.name != "__pycache__"}
     assert read <= shipped
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from bridge.core.mapping.language.table import MappingTable
 
 _Proposals = list[tuple[str, str]]
+_FAMILIES = Path(__file__).parents[1] / "core" / "mapping" / "families"
 
 
 def families(incomplete: str) -> _Proposals:
     """Shipped families with their models."""
     proposals = []
-    for name in _starting(_families(), incomplete):
+    for name in _starting(_names(_FAMILIES), incomplete):
         table = _table(name)
         proposals.append((name, "" if table is None else f"{', '.join(table.models)}"[:60]))
     return proposals
@@ -30,7 +31,7 @@ def families(incomplete: str) -> _Proposals:
 def conventions(ctx: typer.Context, incomplete: str) -> _Proposals:
     """Conventions of the family that --mapping names; of all families where it does not."""
     mapping = ctx.params.get("mapping")
-    tables = [_table(mapping)] if mapping else [_table(name) for name in _families()]
+    tables = [_table(mapping)] if mapping else [_table(name) for name in _names(_FAMILIES)]
     names = dict.fromkeys(name for table in tables if table is not None for name in table.conventions)
     return [(name, "") for name in _starting(names, incomplete)]
 
@@ -87,13 +88,11 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _stems(folder: Path, incomplete: str) -> _Proposals:
-    return [(name, "") for name in _starting(sorted(path.stem for path in folder.glob("*.toml")), incomplete)]
+    return [(name, "") for name in _starting(_names(folder), incomplete)]
 
 
-def _families() -> list[str]:
-    from bridge.core.mapping.language.rules import family_names
-
-    return family_names()
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def _table(name: str) -> MappingTable | None:

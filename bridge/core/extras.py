@@ -1,4 +1,4 @@
-"""Optional packages: what to do where a package that an extra of pyproject.toml brings is missing."""
+"""Optional packages: the commands that install what is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def install_advice(*extras: str) -> str:
-    """The commands that install ``extras``, such as "torch": first from a clone, then from the packages' own index.
+    """The commands that install ``extras``, such as "torch": in a clone, and without one from the packages' own index.
 
     Twinshard itself is on no index, so ``pip install 'twinshard[torch]'`` would fail.
     """
@@ -17,12 +17,12 @@ def install_advice(*extras: str) -> str:
     except PackageNotFoundError:  # imported from the sources, without an installation
         requirements = []
     # As in "torch<3,>=2.11; extra == 'torch'".
-    packages = [
-        f"'{package.strip()}'"
-        for package, _, marker in (text.partition(";") for text in requirements)
-        if any(f"extra == '{extra}'" in marker.replace('"', "'") for extra in extras)
+    wanted = [
+        f"'{text.partition(';')[0].strip()}'"
+        for text in requirements
+        if any(f"extra == '{extra}'" in text.replace('"', "'") for extra in extras)
     ]
-    elsewhere = f"; without a clone: pip install {' '.join(packages)}" if packages else ""
+    elsewhere = f"; without a clone: pip install {' '.join(wanted)}" if wanted else ""
     return f"pip install '.[{','.join(extras)}]' in a clone of Twinshard{elsewhere}"
 
 

@@ -9,16 +9,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-import bridge.examples
 from bridge.commands.main import app
-from bridge.examples.write import EXAMPLES, write_example
+from bridge.examples.write import FILES, write_example
 from bridge.relay.config import ConfigError, RelayConfig
+from tests.support.bridge.example_checkpoints import CHECKPOINTS, write_checkpoints
 
-SHIPPED = Path(bridge.examples.__file__).parent / "files"
+EXAMPLES = ("convert", "parity", "plan", "relay")
 
 
 def call(*arguments: object) -> Result:
@@ -36,7 +37,11 @@ def commands(text: str) -> list[list[str]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_an_example_is_written_alike_each_time_and_says_what_to_run(command: str, here: Path) -> None:
+def test_an_example_is_written_as_it_ships_and_says_what_to_run(command: str, here: Path) -> None:
     first = call(command, "--example", "one")
     assert (first.exit_code, first.stderr) == (0, "")
     assert first.stdout.strip() == (here / "one" / "README.md").read_text().strip()
@@ -56,9 +61,12 @@ def test_an_example_is_written_alike_each_time_and_says_what_to_run(command: str
     told = json.loads(second.stdout)["example"]
     assert told["folder"] == "an empty one"
     assert all(any(word.startswith("an empty one/") for word in line) for line in commands(told["text"]))
-    one, two = contents(here / "one"), contents(here / "an empty one")
-    assert set(one) == set(two) >= {path.name for path in (SHIPPED / command).iterdir() if path.is_file()}
-    assert [name for name in one if one[name] != two[name]] == ["README.md"], "which names its folder"
+    shipped = contents(FILES / command)
+    for folder in ("one", "an empty one"):
+        written = contents(here / folder)
+        assert set(written) == set(shipped)
+        assert [name for name in written if written[name] != shipped[name]] == ["README.md"]
+        assert b"{folder}" not in written["README.md"]
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -67,8 +75,8 @@ def test_an_example_replaces_nothing(command: str, here: Path) -> None:
     (here / "full" / "mine.txt").write_text("mine")
     (here / "file").write_text("mine")
     for target, expected in (
-        ("full", "full exists already: expected a new folder or an empty one"),
-        ("file", "file exists already: expected a new folder or an empty one"),
+        ("full", "full exists already: expected a new or an empty folder for --example"),
+        ("file", "file exists already: expected a new or an empty folder for --example"),
         ("no/folder", f"{here / 'no'} does not exist: expected the directory that is to hold no/folder"),
     ):
         result = call(command, "--example", target)
@@ -86,6 +94,15 @@ def test_proposals_of_the_shell_write_no_example(here: Path) -> None:
     done = CliRunner().invoke(app, [], env=environment, prog_name="twinshard")
     assert done.stdout.split() == ["quick"]
     assert contents(here) == {}
+
+
+def test_the_checkpoints_of_convert_are_those_that_their_generator_makes(tmp_path: Path) -> None:
+    """After a change of a format: ``python -m tests.support.bridge.example_checkpoints``."""
+    write_checkpoints(tmp_path)
+    for name in CHECKPOINTS:
+        made, shipped = contents(tmp_path / name), contents(FILES / "convert" / name)
+        assert set(made) == set(shipped)
+        assert [file for file in made if made[file] != shipped[file]] == []
 
 
 def test_the_example_of_convert_finds_the_matrix_that_was_not_transposed(here: Path) -> None:
@@ -148,13 +165,17 @@ def test_the_example_of_parity_names_its_mistake_and_passes_once_that_is_correct
     environment_of_a_user = [sys.executable, "-m", "bridge.commands.main", *line]
     found = subprocess.run(environment_of_a_user, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1, found.stderr
-    assert "block.mlp_norm (LayerNorm)" in found.stdout
+    assert "first part in mlp_norm (LayerNorm)" in found.stdout
     assert "torch: layer norm, epsilon 1e-05; JAX: layer norm, epsilon 1e-06" in found.stdout
     correct(here / "port")
     corrected = subprocess.run(
         [*environment_of_a_user[:-1], "port/again"], capture_output=True, text=True, timeout=300
     )
     assert corrected.returncode == 0, corrected.stdout
+
+
+def epsilons(port: Any) -> tuple[float, float]:
+    return port.attention_norm.epsilon, port.mlp_norm.epsilon
 
 
 def test_the_example_of_parity_differs_in_the_epsilon_of_one_norm_alone(here: Path) -> None:
@@ -164,14 +185,13 @@ def test_the_example_of_parity_differs_in_the_epsilon_of_one_norm_alone(here: Pa
     write_example("parity", "port")
     run = RunFile.load("port/run.toml")
     with run.importing():
-        epsilons = lambda block: (block.attention_norm.epsilon, block.mlp_norm.epsilon)  # noqa: E731
-        assert run.build("torch").block.mlp_norm.eps == 1e-5
-        assert epsilons(run.build("jax").block) == (1e-5, 1e-6)
+        assert run.build("torch").mlp_norm.eps == 1e-5
+        assert epsilons(run.build("jax")) == (1e-5, 1e-6)
     for name in ("torch_model", "jax_model"):
         del sys.modules[name]
     correct(here / "port")
     with run.importing():
-        assert epsilons(run.build("jax").block) == (1e-5, 1e-5)
+        assert epsilons(run.build("jax")) == (1e-5, 1e-5)
     del sys.modules["jax_model"]
 
 

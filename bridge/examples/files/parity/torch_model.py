@@ -1,38 +1,23 @@
-"""The original: one block of a decoder in PyTorch."""
+"""The original: a decoder of one block in PyTorch."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-
-VOCABULARY, WIDTH, HEADS = 64, 32, 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.mlp_norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (
-            p(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
-        )
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(h.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(64, 32)
+        self.attention_norm = nn.LayerNorm(32)
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.mlp_norm = nn.LayerNorm(32)
+        self.up, self.down, self.head = nn.Linear(32, 128), nn.Linear(128, 32), nn.Linear(32, 64)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``tokens [B, T]`` -> logits ``[B, T, VOCABULARY]``."""
-        return self.head(self.block(self.embed(tokens)))
+        x = self.embed(tokens)
+        h = self.attention_norm(x)
+        q, k, v = self.query(h), self.key(h), self.value(h)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True))
+        return self.head(x + self.down(gelu(self.up(self.mlp_norm(x)))))

@@ -1,18 +1,26 @@
-"""The checkpoints of ``twinshard convert --example``: a small Llama with AdamW state, and a faulty port of it."""
+"""The checkpoints that ``twinshard convert --example`` ships: ``python -m tests.support.bridge.example_checkpoints``.
+
+A small Llama with AdamW state after 40 steps: ``torch`` (DCP) with the names of Hugging Face, and ``by_hand``
+(safetensors) with the names of flax, in which one square matrix was not transposed.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
+import bridge.examples
 from bridge.checkpoints.convert import convert
 from bridge.core.formats import create_checkpoint
 
-_WIDTH, _HIDDEN, _LAYERS, _HEADS, _KEY_HEADS, _VOCABULARY = 32, 64, 2, 4, 2, 128
+SHIPPED = Path(bridge.examples.__file__).parent / "files" / "convert"
+CHECKPOINTS = ("torch", "by_hand")
+_WIDTH, _HIDDEN, _LAYERS, _HEADS, _KEY_HEADS, _VOCABULARY = 8, 16, 2, 2, 1, 32
 _CONFIG = {
     "model_type": "llama",
     "hidden_size": _WIDTH,
@@ -26,7 +34,7 @@ _TRANSPOSED = "model.layers.1.self_attn.o_proj.weight"
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Write ``torch`` (DCP) and ``by_hand`` (flax), in which one square matrix is not transposed, into ``folder``."""
+    """Write both checkpoints into ``folder``, with the same bytes each time."""
     arrays = dict(_arrays())
     _write(folder / "torch", arrays)
     with TemporaryDirectory() as scratch:
@@ -36,7 +44,6 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def _arrays() -> Iterator[tuple[str, np.ndarray]]:
-    """By name, the weights and their AdamW state after 40 steps."""
     for number, (name, shape) in enumerate(_shapes()):
         # Multiples of 1/1024, the same on each machine.
         counted = (np.arange(np.prod(shape)) * 7919 + 104729 * number) % 1009
@@ -75,3 +82,9 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
             for box in writer.chunks(stored):
                 writer.write(stored, box, np.asarray(array[box.slices()], order="C"))
     (path / "config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name in CHECKPOINTS:
+        shutil.rmtree(SHIPPED / name, ignore_errors=True)
+    write_checkpoints(SHIPPED)
