@@ -173,33 +173,33 @@ def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> No
     rows = [
         (
             str(e.part),
-            str(e.pieces),
+            e.limit,
+            f"{human_bytes(int(e.rate))}/s",
             human_bytes(e.bytes),
             human_bytes(e.read_bytes),
-            human_bytes(e.rearranged_bytes),
             human_bytes(e.memory),
             human_bytes(e.cache),
-            f"{human_bytes(int(e.rate))}/s",
+            human_bytes(e.rearranged_bytes),
             f"{e.cpu_seconds:.0f}",
             f"{e.transfer_seconds:.0f}",
-            e.limit,
+            str(e.pieces),
         )
         for e in parts
         if e.part in shown
     ]
     columns = (
         "part",
-        "pieces",
+        "limit",
+        "rate",
         "writes",
         "reads",
-        "rearranged",
         "memory",
         "cache",
-        "rate",
+        "rearranged",
         "cores s",
         "storage s",
-        "limit",
+        "pieces",
     )
-    print_table(out, columns, rows, left=1)
+    print_table(out, columns, rows, left=2)
     if len(parts) > len(rows):
         print_line(out, f"and {len(parts) - len(rows)} parts more")

@@ -79,8 +79,8 @@ def curves_command(
         print_json(console, report.as_dict())
     else:
         heading, *rows = report.table()
-        print_table(console, heading, rows, left=0)
-        print_text(console, report.summary())
+        print_table(console, heading, rows)
+        print_text(console, report.summary(), wrap=True)
         if out is not None:
             print_line(console, f"picture {out}")
     raise typer.Exit(0 if report.same else 1)

@@ -165,10 +165,10 @@ def _print_tensors(out: Console, report: DiffReport, listing: ListingOptions) ->
     equal = tuple(tensor for tensor in report.tensors if not tensor.difference.differing)
     listed = (*offenders, *equal) if listing.all_ else offenders[:SHOWN]
     if listed:
-        columns = ["tensor", "dtype", "max ULP", "error", "max rel", "max abs", "differ", "NaN", "beyond"]
+        columns = ["passes", "tensor", "dtype", "max ULP", "error", "differ", "beyond"]
         columns += ["/noise"] if report.noise is not None else []
-        columns += ["passes"] if _judges_whole_tensors(report) else []
-        print_table(out, columns, [_row(report, tensor) for tensor in listed], left=2)
+        columns += ["max rel", "max abs", "NaN"]
+        print_table(out, columns, [_row(report, tensor) for tensor in listed], left=3)
         if not listing.all_ and len(listed) < len(offenders):
             print_line(out, f"... and {len(offenders) - len(listed)} more (--all lists them)")
     for tensor in offenders[:_WORST]:
@@ -184,18 +184,14 @@ def _print_tensors(out: Console, report: DiffReport, listing: ListingOptions) ->
             _print_histogram(out, tensor)
 
 
-def _judges_whole_tensors(report: DiffReport) -> bool:
-    return report.tolerance.max_error is not None or report.noise is not None
-
-
 def _row(report: DiffReport, tensor: TensorDiff) -> list[str]:
     difference = tensor.difference
     return [
-        *(tensor.name, tensor.dtype, str(difference.max_ulp), f"{tensor.relative:.2e}"),
-        *(f"{difference.max_rel:.2e}", f"{difference.max_abs:.2e}"),
-        *(f"{difference.differing}/{difference.elements}", str(difference.nan), str(difference.beyond)),
+        *("yes" if tensor.within else "no", tensor.name, tensor.dtype),
+        *(str(difference.max_ulp), f"{tensor.relative:.2e}"),
+        *(f"{difference.differing}/{difference.elements}", str(difference.beyond)),
         *(["" if tensor.noise is None else f"{tensor.noise:.2e}"] if report.noise is not None else []),
-        *(["yes" if tensor.within else "no"] if _judges_whole_tensors(report) else []),
+        *(f"{difference.max_rel:.2e}", f"{difference.max_abs:.2e}", str(difference.nan)),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.checkpoints.inspect.tensor_tree import ALIKE
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
 """Ends of the names of files that are no layouts."""
+_GROUPS = "param_groups"
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
             print_line(out, line)
         return
     depth = drawing.depth
-    if drawing.tree or depth is not None or (drawing.tree is None and out.is_terminal):
+    as_tree = drawing.tree or depth is not None or (drawing.tree is None and out.is_terminal)
+    if as_tree:
         print_tree(out, title, tensor_tree(summary.tensors), depth)
     else:
         print_line(out, title)
@@ -144,23 +147,40 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
     print_left_alone(out, summary.left_alone)
     for name, implementation in summary.key_types.items():
         print_line(out, f"{name} is a typed PRNG key, key<{implementation}>")
-    _print_objects(out, summary, depth)
+    _print_objects(out, summary, depth, fold=as_tree)
     for name, reason in summary.unreadable.items():
         print_line(out, f"{name} cannot be read: {reason}")
 
 
-def _print_objects(out: Console, summary: Summary, depth: int | None) -> None:
-    """The values that are not tensors; those deeper than ``depth`` by their number alone."""
+def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: bool) -> None:
+    """The values that are not tensors; those deeper than ``depth`` by their number alone.
+
+    fold: values that three of an optimizer's ``param_groups`` or more have in common are one line.
+    """
     from bridge.core.formats.tensors.leaves import separator_of
 
-    folded: Counter[str] = Counter()
+    deeper: Counter[str] = Counter()
+    alike: dict[tuple[str, ...], list[tuple[str, list[str]]]] = {}
     for name, value in summary.objects.items():
-        path = summary.object_paths[name]
-        if depth is None or len(path) <= depth:
-            print_line(out, f"{name} = {value!r}")
+        words = [word for key in summary.object_paths[name] for word in str(key).split(".")]
+        # Flat optimizer states have groups by parameter: param_groups.layers.0.weight.lr
+        head = words.index(_GROUPS) + 1 if fold and _GROUPS in words[:-2] else len(words)
+        if depth is None or len(words) <= depth:
+            # Each group has its own list of parameters.
+            same = "[...]" if words[-1] == "params" and head < len(words) else repr(value)
+            alike.setdefault((*words[:head], words[-1], same), []).append((name, words[head:]))
         else:
-            folded[separator_of(summary.format).join(map(str, path[:depth])) or "in all"] += 1
-    for group, count in folded.items():
+            shown = words[: min(depth, head)]
+            deeper[separator_of(summary.format).join(shown) or "in all"] += 1
+    for (*path, last, value), members in alike.items():
+        if len(members) < ALIKE:
+            for name, _ in members:
+                print_line(out, f"{name} = {summary.objects[name]!r}")
+        else:
+            first, final = (".".join(words[:-1]) for _, words in (members[0], members[-1]))
+            groups = f"{{{first} ... {final}: {len(members)} alike}}"
+            print_line(out, f"{separator_of(summary.format).join([*path, groups, last])} = {value}")
+    for group, count in deeper.items():
         print_line(out, f"{group}: {count} value{'s' if count > 1 else ''} besides the tensors")
 
 

@@ -125,7 +125,7 @@ def main() -> None:
                 stream.reconfigure(errors="backslashreplace")
     try:
         _require_no_empty_argument()
-        status = app(standalone_mode=False)
+        status = app(standalone_mode=False, prog_name="twinshard")
         if status == _INTERRUPTED:
             raise KeyboardInterrupt  # which typer has turned into a status
         if sys.stdout is not None:
@@ -134,16 +134,13 @@ def main() -> None:
         print_failure(stopped, str(stopped), int(str(stopped.code)), json=json)
         raise
     except _WrongUsage as error:
-        try:
-            error.show()
-        except (BrokenPipeError, SystemExit):
-            # typer's own console ends with 1, which would mean "no".
-            raise SystemExit(BROKEN_PIPE) from None
+        usage, errors = io.StringIO(), Console(stderr=True)
+        error.show(usage)
+        for line in usage.getvalue().rstrip().split("\n"):
+            print_line(errors, line.replace("Error: ", "error: ", 1))
         for argument in sys.argv[1:]:
             if argument.startswith("-") and os.path.lexists(argument):
-                print_line(
-                    Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}"
-                )
+                print_line(errors, f"To name the file or directory {argument}, write ./{argument}")
         if json:
             print_failure(error, error.format_message(), 2, json=True, told=True)
         raise SystemExit(2) from None

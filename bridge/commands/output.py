@@ -1,4 +1,4 @@
-"""How commands print: tables and a progress bar on a terminal, aligned plain text in a pipe, JSON for machines."""
+"""How commands print: on a terminal what fits its width, in a pipe aligned plain text, JSON for machines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -24,8 +26,12 @@ from rich.text import Text
 
 from bridge.core.text import human_bytes, plain_json, printable, table_lines
 
-_FOLDED_NAME = 12
+_FOLDED_NAME = 19
 """Characters of a name in a line, at least, where a narrow terminal folds names."""
+_GAP = 2
+"""Blanks between two columns of a table."""
+_LABELS = {"error": "bold red", "failed": "bold red", "warning": "bold yellow"}
+"""Styles of the first word of a message. The word alone says the same."""
 PLAIN_SECONDS = 10.0
 """In a pipe, progress is a line at most this often."""
 
@@ -65,7 +71,7 @@ def print_failure(
     """Print an error's message on standard error, unless that was ``told``, and as a document with ``json``."""
     if not told:
         # A log's end may be in it. No name makes a line that looks like one of ours.
-        print_text(Console(stderr=True), message.replace("\n", "\n  "))
+        print_text(Console(stderr=True), message.replace("\n", "\n  "), wrap=True)
     if json:
         print_json(Console(), {"error": failure(error, message, status)})
 
@@ -77,12 +83,29 @@ def failure(error: BaseException, message: str, status: int) -> Mapping[str, obj
 
 def print_line(console: RichConsole, text: str = "") -> None:
     """Print a line of text. Characters that would control the terminal, or begin another line, are escaped."""
-    console.out(printable(text), highlight=False)
+    print_text(console, printable(text), wrap=True)
 
 
-def print_text(console: RichConsole, text: str) -> None:
-    """Print text of ours in several lines: names in it are without line breaks."""
-    console.out(printable(text, lines=True), highlight=False)
+def print_text(console: RichConsole, text: str, *, wrap: bool = False) -> None:
+    """Print text of ours in several lines: names in it are without line breaks.
+
+    wrap: a terminal gets lines that break between words. No word is cut, so that a path can be copied. A pipe gets the
+    text as it is. A label such as "error:" at the start has a colour on a terminal.
+    """
+    text = printable(text, lines=True)
+    if wrap and console.is_terminal:
+        text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
+    label, colon, rest = text.partition(": ")
+    if colon and label in _LABELS and console.is_terminal:
+        console.print(Text.assemble((label + colon, _LABELS[label]), rest), soft_wrap=True, highlight=False)
+    else:
+        console.out(text, highlight=False)
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    return fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def print_table(
@@ -93,49 +116,35 @@ def print_table(
 ) -> None:
     """Print rows under headings, the first ``left`` columns aligned left. No name is ever cut.
 
-    In a terminal that is too narrow for the numbers of a row, each row is a block with a line for each of them.
+    Columns are in the order of their importance. A terminal that is too narrow for all of them shows the first ones,
+    and a line says which columns are not shown. A pipe gets all columns.
     """
     shown: list[Sequence[str]] = [[printable(cell) for cell in row] for row in rows]
-    if console.is_terminal and len(columns) > left and _too_wide(console.width, columns, shown, left):
-        _print_blocks(console, columns, shown, left)
+    if not console.is_terminal:
+        # One call for all lines: a call costs as much time as a hundred lines.
+        print_text(console, "\n".join(table_lines(columns, shown, columns[left:])))
         return
-    if console.is_terminal:
-        table = Table()
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number < left else "right", overflow="fold")
-        for row in shown:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
-        return
-    # One call for all lines: a call costs as much time as a hundred lines.
-    print_text(console, "\n".join(table_lines(columns, shown, columns[left:])))
-
-
-def _too_wide(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> bool:
-    """Whether numbers would fold; names may."""
-    lengths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
-    names = sum(min(length, _FOLDED_NAME) for length in lengths[:left])
-    return names + sum(lengths[left:]) + 3 * len(columns) + 1 > width
-
-
-def _print_blocks(
-    console: RichConsole, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
-) -> None:
-    margin = max(len(name) for name in columns[left:])
-    blocks = [
-        "\n".join(
-            [
-                "  ".join(cell for cell in row[:left] if cell),
-                *(
-                    f"  {name.ljust(margin)}  {cell}"
-                    for name, cell in zip(columns[left:], row[left:], strict=True)
-                    if cell
-                ),
-            ]
+    fitting = _fitting(console.width, columns, shown, left)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    for number, column in enumerate(columns[:fitting]):
+        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    for row in shown:
+        table.add_row(*(Text(cell) for cell in row[:fitting]))
+    console.print(table)
+    if fitting < len(columns):
+        print_line(
+            console,
+            f"not shown in {console.width} columns: {', '.join(dict.fromkeys(columns[fitting:]))} (widen the terminal, "
+            "pipe to less -S, or use --json)",
         )
-        for row in rows
-    ]
-    print_text(console, "\n".join(blocks))
+
+
+def _fitting(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> int:
+    """How many of the columns fit, at least ``left``. Names may fold, numbers may not."""
+    lengths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    needed = [min(length, _FOLDED_NAME) for length in lengths[:left]] + lengths[left:]
+    ends = accumulate(_GAP + length for length in needed)
+    return max(left, sum(end - _GAP <= width for end in ends))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from bridge.commands.options import (
     progress_console,
     user_errors,
 )
-from bridge.commands.output import Console, print_json, print_line, print_table, print_text
+from bridge.commands.output import Console, print_json, print_line, print_table
 
 
 def parity(
@@ -84,7 +84,7 @@ def parity(
     else:
         heading, *rows = report.table()
         print_table(console, heading, rows, left=4)
-        print_text(console, report.summary())
+        print_line(console, report.summary())
         for line in report.remarks():
             print_line(console, line)
         print_line(console, f"report {folder / 'report.html'}, {folder / 'report.json'}")

@@ -9,7 +9,7 @@ import typer
 from bridge.commands import completion
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ExampleOption, JsonOption, user_errors
-from bridge.commands.output import Console, print_json, print_line, print_table, print_text
+from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.commands.plan_options import (
     PictureOptions,
     ScenarioOptions,
@@ -93,8 +93,8 @@ def plan(
             print_search(out, result.findings, scenario.model, search.save, told)
         for check in result.checks:
             print_line(out)
-            print_table(out, *check.table(), left=1)
-            print_text(out, check.summary())
+            print_table(out, *check.table(), left=2)
+            print_line(out, check.summary())
     raise typer.Exit(0 if result.good else 1)
 
 
@@ -103,11 +103,10 @@ def _print(out: Console, comparison: Comparison) -> None:
 
     first = comparison.plans[0]
     works = comparison.workloads
-    work = (
-        str(first.workload)
-        if len(works) == 1
-        else f"{len(works)} workloads as in the table, microbatches of {first.workload.batch}"
-    )
+    work = first.workload.of(first.model)
+    if len(works) > 1:
+        batch = f", microbatches of {first.workload.batch}" if first.model.activations else ""
+        work = f"{len(works)} workloads as in the table{batch}"
     print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} a device and step")
     if len({(plan.policy, plan.mesh, plan.workload) for plan in comparison.plans}) == 1:
         for plan in comparison.plans:
@@ -123,6 +122,6 @@ def _print(out: Console, comparison: Comparison) -> None:
             print_table(out, *by_term(plan))
     print_line(out)
     headings, rows = overview(comparison)
-    print_table(out, headings, rows)
+    print_table(out, headings, rows, left=headings.index("devices"))
     for line in notes(comparison):
         print_line(out, line)

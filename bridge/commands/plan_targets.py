@@ -241,6 +241,6 @@ def print_targets(out: Console, steps: CompiledSteps) -> None:
     estimates = [roofline.estimate(row) for row in plan.rows]
     if any(estimate.time for estimate in estimates):
         print_line(out)
-        print_table(out, *target_time.table(estimates, roofline.price is not None), left=LEFT)
+        print_table(out, *target_time.table(estimates, roofline.price is not None), left=target_time.LEFT)
     for line in target_time.notes(roofline, estimates):
         print_line(out, line)

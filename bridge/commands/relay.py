@@ -62,7 +62,7 @@ def relay(
     else:
         heading, *rows = report.table()
         print_table(console, heading, rows)
-        print_text(console, report.summary())
+        print_text(console, report.summary(), wrap=True)
         picture = why_no_pictures() or f"picture {folder / 'relay.png'}"
         print_line(console, f"report {folder / 'report.json'}; {picture}")
     for failure in report.failures():

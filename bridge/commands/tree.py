@@ -35,7 +35,7 @@ def _add(tree: Tree, branches: Iterable[Branch], left: int | None, level: int, w
 def _name(branch: Branch) -> str:
     if not branch.numbers:
         return branch.name
-    return f"{_ranges(branch.numbers)}{f'.{branch.name}' if branch.name else ''}"
+    return f"{branch.prefix}{_ranges(branch.numbers)}{f'.{branch.name}' if branch.name else ''}"
 
 
 def _told(branch: Branch) -> str:

@@ -62,10 +62,10 @@ class CompiledCheck:
         """Headings and rows."""
         verdicts = {True: "yes", False: "NO", None: ""}
         rows: list[tuple[str, ...]] = [
-            (line.what, f"{line.planned:,}", f"{line.compiled:,}", verdicts[line.agrees])
+            (verdicts[line.agrees], line.what, f"{line.planned:,}", f"{line.compiled:,}")
             for line in self.lines
         ]
-        return ("JAX, compiled", "planned", "XLA", "agrees"), rows
+        return ("agrees", "JAX, compiled", "planned", "XLA"), rows
 
     def summary(self) -> str:
         """One sentence."""

@@ -60,7 +60,8 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     """
     first = comparison.plans[0]
     caption = "bytes at the peak of a step, and bytes that a device sends"
-    numbers = [Block(table=report.overview(comparison), left=3)]
+    headings, rows = report.overview(comparison)
+    numbers = [Block(table=(headings, rows), left=headings.index("devices"))]
     for plan in comparison.plans if len(comparison.plans) <= 2 else ():
         title = f"{plan.policy} on {plan.mesh.devices} devices, {plan.runtime}, by unit"
         numbers.append(Block(heading=title, table=report.by_unit(plan), left=2))
@@ -88,7 +89,6 @@ def targets_page(name: str, lead: str, plan: TargetPlan, roofline: Roofline) -> 
     memory = inline_svg(
         target_chart.memory_figure(plan), "bytes of one device at the peak, by policy and target"
     )
-    columns = target_report.LEFT
     times = target_time.table(estimates, roofline.price is not None)
     return render(
         "plan.html",
@@ -101,8 +101,8 @@ def targets_page(name: str, lead: str, plan: TargetPlan, roofline: Roofline) -> 
             (
                 "Numbers",
                 [
-                    Block(table=target_report.table(plan), left=columns),
-                    Block(table=times, left=columns),
+                    Block(table=target_report.table(plan), left=target_report.LEFT),
+                    Block(table=times, left=target_time.LEFT),
                 ],
             ),
         ],
@@ -123,7 +123,9 @@ def _target_answer(target: str, row: TargetRow | None, estimates: Sequence[Estim
 def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
     several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
+        where = f"{choice.devices} devices" + (
+            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
+        )
         if choice.policy is not None:
             yield Answer(f"{where}: {choice.policy} is the cheapest that fits.", True)
         elif choice.unknown:
@@ -146,7 +148,7 @@ def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:
 
 def _workloads(comparison: Comparison) -> str:
     works = comparison.workloads
-    return str(works[0]) if len(works) == 1 else f"{len(works)} workloads"
+    return works[0].of(comparison.plans[0].model) if len(works) == 1 else f"{len(works)} workloads"
 
 
 def _time_in_words(row: TargetRow, estimates: Sequence[Estimate]) -> str:

@@ -23,23 +23,18 @@ from bridge.compiling.target_plan import TargetPlan, TargetRow
 from bridge.compiling.target_time import Estimate
 from bridge.compiling.timing.timeline import DEVICE, LINKS, Span
 from bridge.core.text import human_bytes
+from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
-# The palette of Okabe and Ito, whose colours people with colour blindness tell apart.
-MEMORY_COLOURS = {
-    "weights": "#0072B2",
-    "moments": "#56B4E9",
-    "gradients": "#009E73",
-    "rest of the peak": "#E69F00",
-}
+MEMORY_COLOURS = {"weights": BLUE, "moments": SKY, "gradients": GREEN, "rest of the peak": ORANGE}
 TIME_COLOURS = {
-    "products": "#0072B2",
-    "memory": "#56B4E9",
-    "waiting": "#D55E00",
-    "all_gather": "#009E73",
-    "reduce_scatter": "#CC79A7",
-    "psum": "#E69F00",
-    "all_to_all": "#F0E442",
-    "ppermute": "#999999",
+    "products": BLUE,
+    "memory": SKY,
+    "waiting": VERMILION,
+    "all_gather": GREEN,
+    "reduce_scatter": PURPLE,
+    "psum": ORANGE,
+    "all_to_all": YELLOW,
+    "ppermute": GREY,
 }
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500

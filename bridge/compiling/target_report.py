@@ -12,24 +12,24 @@ from bridge.planning.models.model import Model
 
 Row = tuple[str, ...]
 HEADINGS = (
+    "fits",
     "policy",
     "target",
     "engine",
     "devices",
-    "weights",
-    "moments",
-    "gradients",
-    "temporary",
     "peak",
     "of",
-    "fits",
     "gathers",
     "during products",
     "reductions",
     "during products",
+    "weights",
+    "moments",
+    "gradients",
+    "temporary",
     "compile s",
 )
-LEFT = 3
+LEFT = 4
 """Columns of words, which stand on the left."""
 MANY_LAYERS = 8
 """Layers in a row that are not scanned, above which ``--stacked`` is recommended."""
@@ -53,18 +53,16 @@ def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
 
 def _row(row: TargetRow) -> Row:
     task = row.task
-    first = (task.policy.source, task.target.name, task.engine, str(task.target.devices))
-    held: Row
-    if row.found is None:
-        held = ("",) * 5
-    else:
+    first = (_ANSWERS[row.fits], task.policy.source, task.target.name, task.engine, str(task.target.devices))
+    held: Row = ("",) * 4
+    peak = "" if row.found is None else f"{'> ' * row.exhausted}{human_bytes(row.peak or 0)}"
+    if row.found is not None:
         held = tuple(human_bytes(row.held[kind]) for kind in ("weights", "moments", "gradients"))
-        held += ("", f"> {human_bytes(row.peak or 0)}") if row.exhausted else ()
-        held += () if row.exhausted else (human_bytes(row.temporary or 0), human_bytes(row.peak or 0))
+        held += ("" if row.exhausted else human_bytes(row.temporary or 0),)
     known = row.sent is not None
     sent = [cell for kinds in (GATHERS, REDUCTIONS) for cell in _transfers(row, kinds, known)]
     seconds = "" if row.found is None else f"{row.found['seconds']:.1f}{' (cached)' * row.found['cached']}"
-    return (*first, *held, human_bytes(row.memory), _ANSWERS[row.fits], *sent, seconds)
+    return (*first, peak, human_bytes(row.memory), *sent, *held, seconds)
 
 
 def _transfers(row: TargetRow, kinds: tuple[str, ...], known: bool) -> tuple[str, str]:

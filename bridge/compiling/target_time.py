@@ -41,6 +41,8 @@ HEADINGS = (
     "MFU",
     "HFU",
 )
+LEFT = 3
+"""Columns of words, which stand on the left."""
 PRICE = "$/M tokens"
 
 

@@ -8,8 +8,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bridge.relay.report import RelayReport
+from bridge.report_page.palette import BLUE, ORANGE, VERMILION
 
-COLOURS = {"torch": "#d1495b", "jax": "#00798c"}
+COLOURS = {"torch": VERMILION, "jax": BLUE}
+_MARKERS = {"torch": "o", "jax": "s"}
 # A log axis has no place for differences of exactly zero; they are drawn at its foot.
 FLOOR = 1e-9
 
@@ -24,10 +26,17 @@ def relay_figure(report: RelayReport) -> Figure:
     )
     for leg, config in zip(report.legs, report.config.legs, strict=True):
         own = steps[leg.first_step : leg.first_step + len(leg.losses)]
-        top.plot(own, leg.losses, color=COLOURS[config.framework], marker="o", ms=3.5, lw=1.5)
+        top.plot(
+            own,
+            leg.losses,
+            color=COLOURS[config.framework],
+            marker=_MARKERS[config.framework],
+            ms=3.5,
+            lw=1.5,
+        )
         top.annotate(
             leg.title.replace(" ", "\n"),
-            (own[0] - 0.45, 0.97),
+            (own[0] - 0.35, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize=8,
@@ -43,8 +52,8 @@ def relay_figure(report: RelayReport) -> Figure:
     low, high = top.get_ylim()
     top.set_ylim(low, high + 0.18 * (high - low))
     for name, label, style in (
-        ("relay_fp32", "relay to fp32 reference", {"color": "#30638e"}),
-        ("relay_fp64", "relay to float64", {"color": "#edae49"}),
+        ("relay_fp32", "relay to fp32 reference", {"color": BLUE}),
+        ("relay_fp64", "relay to float64", {"color": ORANGE, "ls": "-."}),
         ("fp32_fp64", "fp32 reference to float64", {"color": "black", "ls": "--", "lw": 1}),
     ):
         values = [max(value, FLOOR) for value in report.differences(name)]

@@ -25,8 +25,8 @@ _VARIABLES = {
     "#e6ebf0": "wide",
     "#9aa7b4": "line",
     "#5b7690": "bar",
-    "#b45309": "beyond",
-    "#b3121d": "begin",
+    "#9c4a7b": "beyond",
+    "#b84a00": "begin",
 }
 
 

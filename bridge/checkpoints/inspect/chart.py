@@ -14,6 +14,7 @@ from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.sharding import Layout
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks
 from bridge.core.text import printable
+from bridge.report_page.palette import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,11 +142,8 @@ def _hatched(axis: Axes, left: float, width: float, y: int) -> None:
 
 
 def _bars(axis: Axes, y: int, spans: Sequence[tuple[float, float]], numbers: Sequence[int]) -> None:
-    from matplotlib import colormaps
-
-    colours = colormaps["Set3"]  # all light enough for black names
-    faces = [colours(number % colours.N) for number in numbers]
-    axis.broken_barh(list(spans), (y - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=0.5)
+    faces = [LIGHT[number % len(LIGHT)] for number in numbers]
+    axis.broken_barh(list(spans), (y - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=1)
 
 
 def _label(axis: Axes, y: int, span: tuple[float, float], text: str) -> None:

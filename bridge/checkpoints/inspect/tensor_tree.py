@@ -7,14 +7,17 @@ model  291 tensors, 16.1 GB
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bridge.core.formats.tensors.base import TensorInfo
 
-_ALIKE = 3
+ALIKE = 3
 """Branches that are one, at least: two are as easily read."""
 _TENSOR = object()
+_NUMBERED = re.compile(r"(|.*_)([0-9]+)")
+"""Names of layers, such as 3 in PyTorch and layers_3 in Flax."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Branch:
     """A name, and what is below it: further branches, or a tensor.
 
     numbers: of branches that are alike and stand as one; the tensors are those of all of them, ``tensor`` and
-    ``below`` those of the first.
+    ``below`` those of the first. prefix: what comes before each number, such as "layers_".
     """
 
     name: str
@@ -31,6 +34,7 @@ class Branch:
     tensors: int
     nbytes: int
     numbers: Sequence[int] = field(default=())
+    prefix: str = ""
 
     @property
     def kind(self) -> object:
@@ -77,12 +81,19 @@ def _alike(branches: Sequence[Branch]) -> Iterable[Branch]:
     members: dict[object, list[Branch]] = {}
     for position, branch in enumerate(branches):
         head, _, rest = branch.name.partition(".")
-        members.setdefault((rest, branch.kind) if head.isdecimal() else position, []).append(branch)
+        numbered = _NUMBERED.fullmatch(head)
+        key = (numbered[1], rest, branch.kind) if numbered else position
+        members.setdefault(key, []).append(branch)
     for group in members.values():
         first = group[0]
-        if len(group) < _ALIKE:
+        if len(group) < ALIKE:
             yield from group
             continue
-        numbers = sorted(int(branch.name.partition(".")[0]) for branch in group)
+        heads, prefix = [branch.name.partition(".")[0] for branch in group], ""
+        if numbered := _NUMBERED.fullmatch(heads[0]):
+            prefix = numbered[1]
+        numbers = sorted(int(head.removeprefix(prefix)) for head in heads)
         tensors, nbytes = sum(b.tensors for b in group), sum(b.nbytes for b in group)
-        yield Branch(first.name.partition(".")[2], first.tensor, first.below, tensors, nbytes, numbers)
+        yield Branch(
+            first.name.partition(".")[2], first.tensor, first.below, tensors, nbytes, numbers, prefix
+        )

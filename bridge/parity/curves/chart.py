@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 
 from bridge.parity.curves.series import MetricsError
 from bridge.parity.curves.verdict import Curves, Departure, Noise
+from bridge.report_page.palette import BLUE, ORANGE, VERMILION
 
-COLOURS = {"A": "#30638e", "B": "#d1495b"}
+COLOURS = {"A": BLUE, "B": VERMILION}
+_LINES = {"A": "-", "B": "--"}
 
 
 def curves_figure(
@@ -32,7 +34,7 @@ def curves_figure(
             top.fill_between(
                 steps, mean - curves.spread, mean + curves.spread, color=colour, alpha=0.25, lw=0
             )
-        top.plot(steps, mean, color=colour, lw=1.6, label=label)
+        top.plot(steps, mean, _LINES[name], color=colour, lw=1.6, label=label)
     with np.errstate(all="ignore"):
         band = curves.half / np.abs(curves.mean_a)
     allowed = "tolerance" if noise is None else f"band of seeds (false alarm {noise.alpha:g})"
@@ -41,10 +43,10 @@ def curves_figure(
     bottom.axhline(0, color="grey", lw=0.6)
     for departure in departures:
         for axis in (top, bottom):
-            axis.axvspan(departure.first, departure.last, color="#edae49", alpha=0.2, lw=0)
+            axis.axvspan(departure.first, departure.last, color=ORANGE, alpha=0.2, lw=0)
     if departures:
         for axis in (top, bottom):
-            axis.axvline(departures[0].first, color="#edae49", lw=1.5)
+            axis.axvline(departures[0].first, color=ORANGE, lw=1.5)
     top.set_title(title, loc="left", fontsize=11)
     top.set_ylabel(metric)
     bottom.set_ylabel("difference (%)")

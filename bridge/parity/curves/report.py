@@ -62,7 +62,7 @@ class CurvesReport:
         curves, steps = self.curves, self.curves.steps
         evenly = np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int)
         starts = np.searchsorted(steps, [departure.first for departure in self.departures[:10]])
-        rows: list[tuple[str, ...]] = [("step", "A", "B", "difference", "band", "")]
+        rows: list[tuple[str, ...]] = [("verdict", "step", "A", "B", "difference", "band")]
         relative = curves.relative
         with np.errstate(all="ignore"):
             band = curves.half / np.abs(curves.mean_a)
@@ -72,9 +72,9 @@ class CurvesReport:
                 for departure in self.departures
                 if departure.first <= steps[k] <= departure.last
             ]
-            mark = "" if not kinds else "not finite" if "not finite" in kinds else "beyond"
+            verdict = "within" if not kinds else "not finite" if "not finite" in kinds else "beyond"
             shown = (f"{curves.mean_a[k]:.6g}", f"{curves.mean_b[k]:.6g}", _percent(relative[k], sign=True))
-            rows.append((str(steps[k]), *shown, _percent(band[k]), mark))
+            rows.append((verdict, str(steps[k]), *shown, _percent(band[k])))
         return rows
 
     def summary(self) -> str:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _MARKS: dict[Verdict, tuple[str, str, float]] = {
     "same": ("o", "#5b7690", 3),
-    "inherited": ("o", "#b45309", 5),
-    "differs": ("D", "#b45309", 5),
-    "introduced": ("^", "#b3121d", 8),
+    "inherited": ("o", "#9c4a7b", 5),
+    "differs": ("D", "#9c4a7b", 5),
+    "introduced": ("^", "#b84a00", 8),
     "unknown": ("x", "#6b7280", 4),
 }
 _MOST_LABELS = 28
@@ -132,9 +132,9 @@ def _number_introduced(panel: Axes, rows: Sequence[Row], axis: Axis, most: int) 
     """Numbers above the panel, none over another one."""
     taken = -math.inf
     for count, x in enumerate(_introduced(rows)[:most], 1):
-        panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b3121d", lw=0.8, ls=":")
+        panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b84a00", lw=0.8, ls=":")
         if x - taken >= len(rows) / 70:
-            panel.text(x, 1.03, str(count), ha="center", color="#b3121d", fontsize=9)
+            panel.text(x, 1.03, str(count), ha="center", color="#b84a00", fontsize=9)
             taken = x
 
 
@@ -157,7 +157,7 @@ def _name_introduced(panel: Axes, rows: Sequence[Row]) -> None:
             xycoords="axes fraction",
             va="top",
             fontsize=8,
-            color="#b3121d",
+            color="#b84a00",
             parse_math=False,
         )
 

@@ -197,14 +197,14 @@ class ParityReport:
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
         heading = (
+            "verdict",
             "stage",
             "torch",
             "jax",
-            "verdict",
-            "error",
-            "floor",
             "ratio",
             "alone",
+            "error",
+            "floor",
             "max ULP",
             "cosine",
         )
@@ -215,14 +215,14 @@ class ParityReport:
         chosen = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
         cells = [
             (
+                row.verdict + (f": {row.cause}" if row.cause else ""),
                 row.stage,
                 (shown(row.name) or "(model)") + (f"#{row.call}" if row.call else ""),
                 row.partner or "(model)",
-                row.verdict + (f": {row.cause}" if row.cause else ""),
-                f"{row.error:.1e}",
-                f"{row.floor:.1e}",
                 _number(row.ratio),
                 "" if math.isnan(row.local) else _number(row.local),
+                f"{row.error:.1e}",
+                f"{row.floor:.1e}",
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
             )

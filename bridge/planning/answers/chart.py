@@ -8,8 +8,10 @@ from matplotlib.figure import Figure
 from bridge.core.text import human_bytes
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.cost.traffic import KINDS
+from bridge.report_page.palette import SERIES
 
 _BAR = 0.38
+_HATCHES = ("", "///", "", "...", "\\\\\\", "", "xxx")
 
 
 def chart(comparison: Comparison) -> Figure:
@@ -19,7 +21,8 @@ def chart(comparison: Comparison) -> Figure:
     memory, traffic = figure.subplots(1, 2, sharey=True)
     several = len(comparison.workloads) > 1
     labels = [
-        f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}" + (f"\n{plan.workload}" if several else "")
+        f"{plan.policy}, {plan.mesh.devices}, {plan.runtime}"
+        + (f"\n{plan.workload.of(plan.model)}" if several else "")
         for plan in plans
     ]
     terms = list(plans[0].peak.terms)
@@ -37,15 +40,26 @@ def chart(comparison: Comparison) -> Figure:
     traffic.set_title("bytes that a device sends in a step")
     for axes in (memory, traffic):
         axes.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
-        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
+        # In units of the font: below the numbers of the axis, however low the chart is.
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3, ncols=3)
     return figure
 
 
 def _stack(axes: Axes, values: dict[str, list[int]]) -> None:
     starts: list[int] = []
-    for name, lengths in values.items():
+    for number, (name, lengths) in enumerate(values.items()):
         starts = starts or [0] * len(lengths)
         if any(lengths):
-            axes.barh(range(len(lengths)), lengths, left=starts, height=0.7, label=name)
+            axes.barh(
+                range(len(lengths)),
+                lengths,
+                left=starts,
+                height=0.7,
+                label=name,
+                color=SERIES[number % len(SERIES)],
+                hatch=_HATCHES[number % len(_HATCHES)],
+                edgecolor="white",
+                linewidth=0.8,
+            )
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     axes.spines[["top", "right"]].set_visible(False)

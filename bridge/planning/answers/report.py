@@ -14,76 +14,53 @@ from bridge.planning.cost.traffic import KINDS, Traffic
 
 Row = tuple[str, ...]
 
-OVERVIEW = (
-    "policy",
-    "devices",
-    "runtime",
-    "weights",
-    "moments",
-    "gradients",
-    "compute",
-    "padding",
-    "at rest",
-    "peak",
-    "gathers",
-    "scatters",
-    "reduces",
-    "sent",
-)
-UNITS = (
-    "unit",
-    "strategy",
-    "parameters",
-    "padded by",
-    *OVERVIEW[3:9],
-    "gathers",
-    "scatters",
-    "reduces",
-    "sent",
-)
+_HELD = ("at rest", "weights", "moments", "gradients", "compute", "padding")
+_SENT = ("sent", "gathers", "scatters", "reduces")
 
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each plan; workloads are told apart where there are several."""
+    """Headings, and a row for each plan, the answer first; workloads are told apart where there are several."""
     several = len(comparison.workloads) > 1
     asked = comparison.memory is not None
     offloading = any(plan.at_rest.host for plan in comparison.plans)
     rows: list[Row] = []
     for plan in comparison.plans:
-        row: Row = (plan.policy, str(plan.mesh.devices), plan.runtime)
+        row: Row = (_ANSWERS[comparison.fits(plan)],) if asked else ()
+        row += (plan.policy, plan.runtime, str(plan.mesh.devices))
         if several:
             row += (str(plan.workload.microbatches), str(plan.workload.length))
-        row += _held(plan.at_rest)
-        row += ((human_bytes(plan.at_rest.host),) if offloading else ()) + (_peak(plan),)
-        row += (*_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes()))
-        rows.append((*row, _ANSWERS[comparison.fits(plan)]) if asked else row)
+        total, *kinds = _held(plan.at_rest)
+        sent, *calls = _sent(plan.traffic)
+        host = (human_bytes(plan.at_rest.host),) if offloading else ()
+        rows.append((*row, _peak(plan), total, *host, sent, *kinds, *calls))
+    first = ("fits",) if asked else ()
     work = ("microbatches", "length") if several else ()
     host = ("in CPU memory",) if offloading else ()
-    headings = (*OVERVIEW[:3], *work, *OVERVIEW[3:9], *host, *OVERVIEW[9:])
-    return (*headings, "fits") if asked else headings, rows
+    held, sums = ("peak", _HELD[0], *host, _SENT[0]), (*_HELD[1:], *_SENT[1:])
+    return (*first, "policy", "runtime", "devices", *work, *held, *sums), rows
 
 
 def by_unit(plan: CostPlan) -> tuple[Row, list[Row]]:
     """Headings, and a row for each kind of unit, of all its units together; the last row is the total."""
-    rows = []
-    for unit in plan.units:
-        traffic = Traffic({call: calls * unit.count for call, calls in unit.calls.items()})
-        rows.append(
-            (
-                unit.title,
-                unit.kind.strategy.name + _recomputed(unit.kind.recompute),
-                f"{unit.numel * unit.count:,}",
-                f"{100 * unit.overhead:.2f} %",
-                *_held(unit.at_rest.times(unit.count)),
-                *_calls(traffic),
-                human_bytes(traffic.wire_bytes()),
-            )
+    rows = [
+        _unit_row(
+            (unit.title, unit.kind.strategy.name + _recomputed(unit.kind.recompute)),
+            (unit.numel * unit.count, unit.overhead),
+            unit.at_rest.times(unit.count),
+            Traffic({call: calls * unit.count for call, calls in unit.calls.items()}),
         )
-    total = ("total", "", f"{plan.numel:,}", f"{100 * plan.overhead:.2f} %", *_held(plan.at_rest))
-    rows.append((*total, *_calls(plan.traffic), human_bytes(plan.traffic.wire_bytes())))
-    return UNITS, rows
+        for unit in plan.units
+    ]
+    rows.append(_unit_row(("total", ""), (plan.numel, plan.overhead), plan.at_rest, plan.traffic))
+    return ("unit", "strategy", "parameters", _HELD[0], _SENT[0], *_HELD[1:], "padded by", *_SENT[1:]), rows
+
+
+def _unit_row(names: Row, size: tuple[int, float], rest: AtRest, traffic: Traffic) -> Row:
+    """size: parameters, and the share of padding."""
+    (total, *kinds), (sent, *calls) = _held(rest), _sent(traffic)
+    return (*names, f"{size[0]:,}", total, sent, *kinds, f"{100 * size[1]:.2f} %", *calls)
 
 
 def _recomputed(recompute: Recompute) -> str:
@@ -122,11 +99,11 @@ def by_term(plan: CostPlan) -> tuple[Row, list[Row]]:
 
 
 def _held(rest: AtRest) -> Row:
-    return tuple(human_bytes(value) for value in (*rest.by_kind().values(), rest.total))
+    return tuple(human_bytes(value) for value in (rest.total, *rest.by_kind().values()))
 
 
-def _calls(traffic: Traffic) -> Row:
-    return tuple(str(traffic.count(kind)) for kind in KINDS)
+def _sent(traffic: Traffic) -> Row:
+    return human_bytes(traffic.wire_bytes()), *(str(traffic.count(kind)) for kind in KINDS)
 
 
 def _peak(plan: CostPlan) -> str:
@@ -169,7 +146,8 @@ def _what_is_counted(comparison: Comparison) -> Iterator[str]:
         )
     if any(not plan.model.activations for plan in plans):
         yield (
-            "peak: activations are known for built-in models only; > is for the bytes at rest, which must be there"
+            "peak: activations are known for built-in models only, so that --batch and --length change nothing here; > is "
+            "for the bytes at rest, which must be there"
         )
     for runtime in dict.fromkeys(plan.runtime for plan in plans if plan.exchanges is None):
         yield f"{runtime}: what model axes send, activations and their gradients, is not counted"
@@ -190,7 +168,9 @@ def _what_fits(comparison: Comparison) -> Iterator[str]:
         )
     several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
+        where = f"{choice.devices} devices" + (
+            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
+        )
         if choice.policy is not None:
             known = all(plan.exchanges is not None for plan in comparison.plans)
             yield f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"

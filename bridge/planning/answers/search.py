@@ -99,13 +99,14 @@ class Nearest:
 class Finding:
     """What was found for one policy on ``devices`` devices.
 
-    fits: whether the policy as it is fits, in every runtime; None where that is unknown.
+    work: the workload in the model's words. fits: whether the policy as it is fits, in every runtime; None where that is unknown.
     ways: where it does not, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
     """
 
     policy: ShardingPolicy
     devices: int
     workload: Workload
+    work: str
     batches: tuple[LargestBatch, ...]
     fewest: tuple[FewestDevices, ...]
     fits: bool | None
@@ -143,7 +144,15 @@ def search(
                 fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
             )
         fits = _all(comparison.fits(plan) for plan in plans)
-        finding = Finding(policy, devices, work, _batches(plans, usable), fewest[source, work], fits)
+        finding = Finding(
+            policy,
+            devices,
+            work,
+            work.of(plans[0].model),
+            _batches(plans, usable),
+            fewest[source, work],
+            fits,
+        )
         findings.append(finding if fits else _with_ways(finding, models, planner, usable, node or NODE))
     return tuple(findings)
 

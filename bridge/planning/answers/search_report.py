@@ -42,7 +42,7 @@ def _devices(fewest: FewestDevices) -> str:
 
 def heading(finding: Finding) -> str:
     """One sentence: whether the policy fits, and if not, what does."""
-    where = f"{finding.policy.source} on {finding.devices} devices, {finding.workload}"
+    where = f"{finding.policy.source} on {finding.devices} devices, {finding.work}"
     if finding.fits:
         return f"{where}: fits as it is"
     if finding.ways:

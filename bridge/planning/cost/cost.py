@@ -54,6 +54,12 @@ class Workload:
     def __str__(self) -> str:
         return f"{self.microbatches} x {self.batch} sequences of {self.length} tokens"
 
+    def of(self, model: Model) -> str:
+        """The work in words of ``model``: only a language model has sequences of tokens."""
+        if model.activations:
+            return str(self)
+        return f"{self.microbatches} {'batch' if self.microbatches == 1 else 'batches'} of any size and shape"
+
 
 @dataclass(frozen=True)
 class UnitPlan:

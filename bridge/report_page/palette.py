@@ -1,0 +1,19 @@
+"""The colours of Okabe and Ito, which people with colour blindness tell apart. No chart tells by colour alone."""
+
+from __future__ import annotations
+
+from typing import Final
+
+BLUE: Final = "#0072B2"
+SKY: Final = "#56B4E9"
+GREEN: Final = "#009E73"
+ORANGE: Final = "#E69F00"
+VERMILION: Final = "#D55E00"
+PURPLE: Final = "#CC79A7"
+YELLOW: Final = "#F0E442"
+GREY: Final = "#999999"
+
+SERIES: Final = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY)
+"""In the order of charts with many kinds."""
+LIGHT: Final = (SKY, ORANGE, GREEN, YELLOW, PURPLE, GREY)
+"""Light enough for black names."""
