@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.checkpoints.inspect.tensor_tree import ALIKE
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
@@ -157,6 +156,7 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
 
     fold: values that three of an optimizer's ``param_groups`` or more have in common are one line.
     """
+    from bridge.checkpoints.inspect.tensor_tree import ALIKE
     from bridge.core.formats.tensors.leaves import separator_of
 
     deeper: Counter[str] = Counter()
