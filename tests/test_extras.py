@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import re
 import sys
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bridge.checkpoints.inspect.chart import PictureError, check_picture_path, layout_figure, save_picture
 from bridge.commands.main import app
 from bridge.core.extras import install_advice, why_no_pictures
+from bridge.core.sharding import plan_layout
+from bridge.parity.compare.run import write_report
 from bridge.parity.compare.run_file import RunFileError, resolve
 from bridge.parity.curves.compare import compare_runs
+from tests.parity.pair.reports import llama
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = [
@@ -116,3 +121,18 @@ def test_curves_compare_without_matplotlib_and_refuse_a_picture(no_matplotlib: s
     assert report.same
     with pytest.raises(ValueError, match="pictures need matplotlib"):
         report.plot(tmp_path / "curves.png")
+
+
+def test_a_parity_report_is_written_without_matplotlib_and_says_why_it_has_no_picture(
+    no_matplotlib: str, tmp_path: Path
+) -> None:
+    write_report(llama(2), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json"}
+    assert no_matplotlib in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_a_drawing_of_a_layout_is_refused_without_matplotlib(no_matplotlib: str, tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match="pictures need matplotlib"):
+        save_picture(layout_figure(plan_layout({"w": (4, 3)}, 2)), tmp_path / "layout.png")
+    with pytest.raises(PictureError, match="pictures need matplotlib"):
+        check_picture_path(tmp_path / "layout.png")

@@ -1,4 +1,4 @@
-"""The commands of README.md with the output that it shows: ``python -m tests.support.readme`` writes the real output.
+"""The commands of README.md and what they print; ``python -m tests.support.readme [JOB...]`` refreshes the output.
 
 A block of ``bash`` holds commands, the block of ``text`` after it what they print on a terminal of 80 columns. A line
 "..." there stands for lines that are left out.
@@ -98,10 +98,13 @@ def missing(job: Job, printed: list[str]) -> list[str]:
     return wrong
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Replace each line that is shown by the printed line that is most like it, for the jobs of these names or all."""
     text = README.read_text(encoding="utf-8")
     with TemporaryDirectory() as folder:
         for job in jobs():
+            if names and job.name not in names:
+                continue
             printed = [line for command in job.commands for line in run(command, Path(folder))[1]]
             rest, lines = list(printed), []
             for shown in job.shown:
@@ -114,9 +117,8 @@ def main() -> None:
                     rest = rest[rest.index(close[0]) + 1 :]
             old, new = ("\n".join(lines) for lines in (job.shown, lines))
             text = text.replace(f"```text\n{old}\n```", f"```text\n{new}\n```")
-            print("\n".join(printed))
     README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
