@@ -26,7 +26,7 @@ from rich.text import Text
 
 from bridge.core.text import human_bytes, plain_json, printable, table_lines
 
-_FOLDED_NAME = 19
+_FOLDED_NAME = 24
 """Characters of a name in a line, at least, where a narrow terminal folds names."""
 _GAP = 2
 """Blanks between two columns of a table."""
@@ -109,12 +109,9 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def print_table(
-    console: RichConsole,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    left: int = 1,
+    console: RichConsole, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> None:
-    """Print rows under headings, the first ``left`` columns aligned left. No name is ever cut.
+    """Print rows under headings, the first ``left`` columns aligned left. No name is cut from 20 columns on.
 
     Columns are in the order of their importance. A terminal that is too narrow for all of them shows the first ones,
     and a line says which columns are not shown. A pipe gets all columns.
@@ -124,10 +121,12 @@ def print_table(
         # One call for all lines: a call costs as much time as a hundred lines.
         print_text(console, "\n".join(table_lines(columns, shown, columns[left:])))
         return
-    fitting = _fitting(console.width, columns, shown, left)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
-    for number, column in enumerate(columns[:fitting]):
-        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    widths = _widths(console.width, columns, shown, left)
+    table, fitting = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False), len(widths)
+    for number, width in enumerate(widths):
+        table.add_column(
+            columns[number], justify="left" if number < left else "right", overflow="fold", width=width
+        )
     for row in shown:
         table.add_row(*(Text(cell) for cell in row[:fitting]))
     console.print(table)
@@ -139,12 +138,21 @@ def print_table(
         )
 
 
-def _fitting(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> int:
-    """How many of the columns fit, at least ``left``. Names may fold, numbers may not."""
-    lengths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    needed = [min(length, _FOLDED_NAME) for length in lengths[:left]] + lengths[left:]
-    ends = accumulate(_GAP + length for length in needed)
-    return max(left, sum(end - _GAP <= width for end in ends))
+def _widths(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[int]:
+    """Widths of the columns that fit, at least ``left`` of them. Names may fold, numbers may not."""
+    cells = list(zip(columns, *rows, strict=True))
+    whole = [max(map(len, column)) for column in cells]
+    needed = [min(length, _FOLDED_NAME) for length in whole[:left]] + whole[left:]
+    fitting = max(left, sum(end - _GAP <= width for end in accumulate(_GAP + length for length in needed)))
+    room = width + _GAP - sum(_GAP + length for length in whole[left:fitting]) - _GAP * left
+    words = [max(map(len, " ".join(column).split()), default=1) for column in cells[:left]]
+    names = [min(length, _FOLDED_NAME) for length in words]
+    if sum(names) > room:
+        names = [1] * left
+    # What is left goes to the narrowest column.
+    while sum(names) < room and (folded := [k for k in range(left) if names[k] < whole[k]]):
+        names[min(folded, key=names.__getitem__)] += 1
+    return names + whole[left:fitting]
 
 
 @contextmanager

@@ -97,7 +97,8 @@ def print_search(
     if saved is not None:
         print_line(out, f"saved {saved}")
     if any(finding.fits or finding.ways for finding in findings):
-        print_line(out, _how_to_check(findings[0], model, saved, told))
+        # A command to copy has no line breaks.
+        print_text(out, _how_to_check(findings[0], model, saved, told))
 
 
 def _how_to_check(finding: Finding, model: str, saved: Path | None, told: Sequence[tuple[str, str]]) -> str:

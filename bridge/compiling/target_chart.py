@@ -23,7 +23,7 @@ from bridge.compiling.target_plan import TargetPlan, TargetRow
 from bridge.compiling.target_time import Estimate
 from bridge.compiling.timing.timeline import DEVICE, LINKS, Span
 from bridge.core.text import human_bytes
-from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
+from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, bar_style
 
 MEMORY_COLOURS = {"weights": BLUE, "moments": SKY, "gradients": GREEN, "rest of the peak": ORANGE}
 TIME_COLOURS = {
@@ -36,6 +36,8 @@ TIME_COLOURS = {
     "all_to_all": YELLOW,
     "ppermute": GREY,
 }
+# Not by colour alone.
+_HATCHES = {"moments": "///", "gradients": "...", "memory": "///", "waiting": "xxx", "reduce_scatter": "..."}
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
 """Columns of a picture. Where a lane has more spans, each column shows one of them."""
@@ -69,7 +71,13 @@ def memory_figure(plan: TargetPlan) -> Figure:
         )
         start = 0
         for kind, size in peak_by_kind(row).items():
-            axis.barh(position, size, left=start, height=0.55, color=MEMORY_COLOURS[kind])
+            axis.barh(
+                position,
+                size,
+                left=start,
+                height=0.55,
+                **bar_style(MEMORY_COLOURS[kind], _HATCHES.get(kind, "")),
+            )
             start += size
         peak = "no answer" if row.peak is None else f"{'> ' * row.exhausted}{human_bytes(row.peak)}"
         said = f"{peak} of {human_bytes(row.memory)}: {_ANSWERS[row.fits]}"
@@ -84,7 +92,10 @@ def memory_figure(plan: TargetPlan) -> Figure:
     axis.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
     axis.set_title("bytes of one device at the peak of a step", loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colour, label=kind) for kind, colour in MEMORY_COLOURS.items()]
+    handles = [
+        Patch(**bar_style(colour, _HATCHES.get(kind, "")), label=kind)
+        for kind, colour in MEMORY_COLOURS.items()
+    ]
     handles += [Patch(facecolor="#eeeeee", hatch="//", edgecolor="#aaaaaa", label="reserve")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -137,7 +148,11 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     )
     kinds = [kind for kind in TIME_COLOURS if any(span.kind == kind for span in spans)]
     handles = [
-        Patch(color=TIME_COLOURS[kind], label=_NAMES.get(kind, kind.replace("_", "-"))) for kind in kinds
+        Patch(
+            **bar_style(TIME_COLOURS[kind], _HATCHES.get(kind, "")),
+            label=_NAMES.get(kind, kind.replace("_", "-")),
+        )
+        for kind in kinds
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -165,6 +180,8 @@ def _lanes(axis: Axes, spans: Sequence[Span], start: float, stop: float) -> None
                 [(begin * 1e3, (end - begin) * 1e3)],
                 (position - 0.4, 0.8),
                 facecolors=TIME_COLOURS[span.kind],
+                hatch=_HATCHES.get(span.kind),
+                edgecolor="white",
                 linewidth=0,
             )
     axis.set_yticks(range(len(_LANES)), ["the device", "its links"])

@@ -12,22 +12,9 @@ from bridge.planning.models.model import Model
 
 Row = tuple[str, ...]
 HEADINGS = (
-    "fits",
-    "policy",
-    "target",
-    "engine",
-    "devices",
-    "peak",
-    "of",
-    "gathers",
-    "during products",
-    "reductions",
-    "during products",
-    "weights",
-    "moments",
-    "gradients",
-    "temporary",
-    "compile s",
+    *("fits", "policy", "target", "engine", "devices", "peak", "of"),
+    *("gathers", "during products", "reductions", "during products"),
+    *("weights", "moments", "gradients", "temporary", "compile s"),
 )
 LEFT = 4
 """Columns of words, which stand on the left."""

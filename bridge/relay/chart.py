@@ -26,21 +26,15 @@ def relay_figure(report: RelayReport) -> Figure:
     )
     for leg, config in zip(report.legs, report.config.legs, strict=True):
         own = steps[leg.first_step : leg.first_step + len(leg.losses)]
-        top.plot(
-            own,
-            leg.losses,
-            color=COLOURS[config.framework],
-            marker=_MARKERS[config.framework],
-            ms=3.5,
-            lw=1.5,
-        )
+        colour, marker = COLOURS[config.framework], _MARKERS[config.framework]
+        top.plot(own, leg.losses, color=colour, marker=marker, ms=3.5, lw=1.5)
         top.annotate(
             leg.title.replace(" ", "\n"),
             (own[0] - 0.35, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize=8,
-            color=COLOURS[config.framework],
+            color=colour,
         )
     for axis in (top, bottom):
         for leg in report.legs[1:]:
@@ -48,7 +42,6 @@ def relay_figure(report: RelayReport) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     top.set_xlim(-0.5, len(steps) - 0.5)
     top.set_ylabel("loss (nats / byte)")
-    top.legend(frameon=False, loc="lower left", fontsize=8)
     low, high = top.get_ylim()
     top.set_ylim(low, high + 0.18 * (high - low))
     for name, label, style in (
@@ -60,7 +53,8 @@ def relay_figure(report: RelayReport) -> Figure:
         bottom.semilogy(steps, values, label=label, **style)
     bottom.set_ylabel("relative loss difference")
     bottom.set_xlabel("step (dotted: a hop, checkpoint converted bit for bit)")
-    bottom.legend(frameon=False, fontsize=8)
+    # Below the panels, where no line can pass behind.
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 

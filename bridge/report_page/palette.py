@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 BLUE: Final = "#0072B2"
 SKY: Final = "#56B4E9"
@@ -14,6 +14,10 @@ YELLOW: Final = "#F0E442"
 GREY: Final = "#999999"
 
 SERIES: Final = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY)
-"""In the order of charts with many kinds."""
-LIGHT: Final = (SKY, ORANGE, GREEN, YELLOW, PURPLE, GREY)
+LIGHT: Final = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILION, GREY)
 """Light enough for black names."""
+
+
+def bar_style(colour: str, hatch: str) -> dict[str, Any]:
+    """Arguments of matplotlib for a bar of ``colour`` with white hatching."""
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}

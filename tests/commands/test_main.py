@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import bridge
 from bridge.commands.main import app
-from bridge.commands.output import byte_progress, print_table
+from bridge.commands.output import byte_progress, print_line, print_table
 from bridge.core.mapping.language.rules import family_names
 from bridge.core.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
@@ -165,7 +165,7 @@ def test_diff_of_different_checkpoints_has_status_1_and_lists_them(tmp_path: Pat
     write(tmp_path / "b", "dcp", arrays, {**HYPERPARAMETERS, ("optimizer", "param_groups", 0, "lr"): 1.0})
     result = call("diff", dcp, tmp_path / "b")
     assert result.exit_code == 1
-    assert re.search(r"^model\.norm\.weight +float32 +1 .* 1/6 +\d +1$", result.stdout, re.M)
+    assert re.search(r"^no +model\.norm\.weight +float32 +1 .* 1/6 +1 ", result.stdout, re.M)
     assert "only in A: model.embed.weight\n" in result.stdout
     assert "only in B: more\n" in result.stdout
     assert "optimizer.param_groups.0.lr: 0.003 in a, 1.0 in b\n" in result.stdout
@@ -402,8 +402,7 @@ def test_tolerances_on_whole_tensors_decide_the_status_of_diff(
     shown = call("diff", "a", "b", *options)
     assert shown.exit_code == status
     assert f"the tolerance of {tolerance}\n" in shown.stdout
-    if "--rtol" not in options and "--atol" not in options:
-        assert re.search(rf"^w .* {'no' if status else 'yes'}$", shown.stdout, re.M)
+    assert re.search(rf"^{'no' if status else 'yes'} +w ", shown.stdout, re.M)
     assert json.loads(call("diff", "a", "b", "--json", *options).stdout)["within"] is not bool(status)
 
 
@@ -450,14 +449,82 @@ def test_a_noise_checkpoint_that_lacks_tensors_is_one_message(tmp_path: Path, dc
     assert "missing: model.embed.weight, " in " ".join(done.stderr.split())
 
 
-def test_a_narrow_terminal_gets_a_block_for_each_row_instead_of_folded_numbers() -> None:
-    columns, row = ("policy", "weights", "moments", "peak"), ("fsdp.toml", "4.02 GB", "8.03 GB", "")
-    for width, blocks in ((60, False), (30, True)):
-        terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
-        print_table(terminal, columns, [row])
-        shown = terminal.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
-        assert "4.02 GB" in shown
-        assert (shown == "fsdp.toml\n  weights  4.02 GB\n  moments  8.03 GB\n") is blocks
+def on_terminal(width: int, color: Literal["standard"] | None = None) -> tuple[Console, io.StringIO]:
+    screen = io.StringIO()
+    return Console(
+        file=screen, force_terminal=True, color_system=color, width=width, legacy_windows=False
+    ), screen
+
+
+def test_a_narrow_terminal_gets_the_first_columns_and_the_names_of_the_others() -> None:
+    columns = ("fits", "policy", "peak", "weights", "moments")
+    row = ("yes", "fsdp.toml", "9.02 GB", "4.02 GB", "")
+    rest = "(widen the terminal, pipe to less -S, or use --json)"
+    shown = {}
+    for width in (60, 43, 30, 5):
+        terminal, screen = on_terminal(width)
+        print_table(terminal, columns, [row], left=2)
+        table, _, left_out = screen.getvalue().partition("not")
+        lines = [" ".join(line.split()) for line in table.splitlines()]
+        shown[width] = lines, " ".join(left_out.split())
+        assert width == 5 or max(map(len, screen.getvalue().splitlines())) <= width
+    assert shown[60] == (["fits policy peak weights moments", "yes fsdp.toml 9.02 GB 4.02 GB"], "")
+    assert shown[43] == (["fits policy peak weights moments", "yes fsdp.toml 9.02 GB 4.02 GB"], "")
+    assert shown[30] == (
+        ["fits policy peak", "yes fsdp.toml 9.02 GB"],
+        f"shown in 30 columns: weights, moments {rest}",
+    )
+    assert shown[5][1] == f"shown in 5 columns: peak, weights, moments {rest}"
+    pipe = io.StringIO()
+    print_table(Console(file=pipe, width=30), columns, [row], left=2)
+    assert [line.split("  ")[0] for line in pipe.getvalue().splitlines()] == ["fits", "yes"]
+    assert "moments" in pipe.getvalue()
+
+
+def test_names_fold_between_words_and_lose_no_letter() -> None:
+    row = ("deepseek", "hf, torchtitan_unfused, maxtext_unscanned_0_2_4", "mistral, ministral, ministral3")
+    for width in range(20, 100):
+        terminal, screen = on_terminal(width)
+        print_table(terminal, ("family", "conventions", "models"), [row], left=3)
+        letters = "".join(sorted("".join(screen.getvalue().split())))
+        assert letters == "".join(sorted("".join(("family", "conventions", "models", *row)).replace(" ", "")))
+        if width >= len("deepseek  maxtext_unscanned_0_2_4  ministral3"):
+            assert {"torchtitan_unfused,", "maxtext_unscanned_0_2_4", "ministral3"} <= set(
+                screen.getvalue().split()
+            )
+
+
+def test_messages_break_between_words_on_a_terminal_only() -> None:
+    path = "/a/path/that/is/longer/than/the/terminal"
+    message = f"error: {path}: expected a file there, got nothing at all"
+    terminal, screen = on_terminal(20)
+    print_line(terminal, message)
+    assert screen.getvalue().splitlines() == [
+        "error:",
+        f"  {path}:",
+        "  expected a file",
+        "  there, got nothing",
+        "  at all",
+    ]
+    pipe = io.StringIO()
+    print_line(Console(file=pipe, width=20), message)
+    assert pipe.getvalue() == message + "\n"
+
+
+def test_the_first_word_of_an_error_has_a_colour_that_people_can_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, screen = on_terminal(80, "standard")
+    print_line(terminal, "error: no such file")
+    assert screen.getvalue() == "\x1b[1;31merror: \x1b[0mno such file\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal, screen = on_terminal(80, "standard")
+    print_line(terminal, "error: no such file")
+    assert "31" not in screen.getvalue()
+    for stream in (on_terminal(80), (Console(file=(pipe := io.StringIO())), pipe)):
+        print_line(stream[0], "error: no such file")
+        assert stream[1].getvalue() == "error: no such file\n"
 
 
 def test_families_are_listed_with_their_conventions() -> None:

@@ -94,8 +94,11 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     arguments = ("fsdp", "--model", model, "--devices", "8", "--runtime", "torch", "--memory", "40MB")
     result = call(*arguments)
     assert result.exit_code == 1, result.stderr
-    (row,) = (line.split() for line in result.stdout.splitlines() if line.split()[-1:] == ["unknown"])
-    assert row[0] == "fsdp.toml"
+    (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("unknown "))
+    assert row[1] == "fsdp.toml"
+    assert "1 batch of any size and shape a device and step" in result.stdout
+    assert "--batch and --length change nothing" in result.stdout
+    assert "tokens" not in result.stdout
     assert "8 devices: unknown whether fsdp.toml fit" in result.stdout
     assert "cheapest" not in result.stdout
     document = json.loads(call(*arguments, "--json").stdout)
@@ -113,7 +116,7 @@ def test_lists_of_lengths_and_microbatches_are_rows_of_one_table() -> None:
     lists = ("--length", "64,512", "--micro", "1,4", "--memory", "80GB")
     result = call(*arguments, *lists)
     assert result.exit_code == 0, result.stderr
-    (heading,) = (line.split() for line in result.stdout.splitlines() if line.startswith("policy "))
+    (heading,) = (line.split() for line in result.stdout.splitlines() if line.startswith("fits "))
     columns = [heading.index(name) for name in ("policy", "devices", "microbatches", "length")]
     rows = [line.split() for line in result.stdout.splitlines() if line.split()[2:3] == ["torch"]]
     wanted = [

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from typer.testing import CliRunner
 
+from bridge.checkpoints.inspect.chart import layout_figure
 from bridge.commands.main import app
 from bridge.compiling.page import comparison_page, targets_page
 from bridge.compiling.target_chart import memory_figure, peak_by_kind, timeline_figure, visible
@@ -25,6 +26,7 @@ from bridge.compiling.target_plan import TargetPlan, TargetRow
 from bridge.compiling.target_time import Roofline
 from bridge.compiling.timing.step_time import timeline
 from bridge.compiling.timing.timeline import DEVICE, Span
+from bridge.core.sharding import plan_layout
 from bridge.planning import Workload, load_policy, resolve_models
 from bridge.planning.answers.chart import chart
 from bridge.planning.answers.comparison import Comparison, compare
@@ -103,6 +105,13 @@ def test_labels_of_all_pictures_fit(tmp_path: Path) -> None:
     texts = drawn(timeline_figure(ROOFLINE.estimate(first), ROOFLINE.timeline(first)))
     assert any("waited for" in label.get_text() for label in texts)
     drawn(chart(comparison()))
+    # A chart of one bar is so low that its legend comes near to the numbers of the axis.
+    few = comparison()
+    drawn(chart(dataclasses.replace(few, plans=few.plans[:1], memory=None)))
+    narrow = layout_figure(plan_layout({"a": (16, 1), "b": (16, 64), "c": (16, 1000)}, 8))
+    # Two narrow buffers: the label of the first stands lower, below two blank lines.
+    sizes = [label.get_text() for label in narrow.axes[0].get_xticklabels()]
+    assert [size.startswith("\n\n") for size in sizes] == [False, True, False]
 
 
 def test_the_kinds_of_a_peak_add_up(tmp_path: Path) -> None:

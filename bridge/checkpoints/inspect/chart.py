@@ -25,6 +25,7 @@ MAX_DRAWN_RANKS = 32
 
 _WIDTH = 9.0  # inches that the bars take
 _LETTER = 0.065  # inches that a letter takes, at the font size of names
+_NARROW = 1.3  # inches of a buffer, below which its label is wider
 _GAP = 0.02  # of the width, between two buffers
 _BAR_COLUMNS = 1000
 _MAX_LABEL = 60
@@ -55,7 +56,12 @@ def layout_figure(layout: Layout) -> Figure:
             for part, span in zip(parts, spans, strict=True):
                 _label(axis, y, span, layout.slots[part.number].name)
     axis.set_yticks(range(len(ranks)), ["..." if rank is None else f"rank {rank}" for rank in ranks])
-    sizes = [f"buffer {b}\n{size:,} elements" for b, size in enumerate(layout.shard_sizes)]
+    # Labels of narrow buffers stand by turns on two levels.
+    narrow = any(size / whole * _WIDTH < _NARROW for size in layout.shard_sizes)
+    sizes = [
+        ("\n\n" if narrow and b % 2 else "") + f"buffer {b}\n{size:,} elements"
+        for b, size in enumerate(layout.shard_sizes)
+    ]
     centres = [left + size / whole / 2 for left, size in zip(starts, layout.shard_sizes, strict=False)]
     axis.set_xticks(centres, sizes)
     axis.set_title(

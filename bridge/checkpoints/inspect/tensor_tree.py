@@ -82,17 +82,15 @@ def _alike(branches: Sequence[Branch]) -> Iterable[Branch]:
     for position, branch in enumerate(branches):
         head, _, rest = branch.name.partition(".")
         numbered = _NUMBERED.fullmatch(head)
-        key = (numbered[1], rest, branch.kind) if numbered else position
-        members.setdefault(key, []).append(branch)
-    for group in members.values():
+        alike = (numbered[1], rest, branch.kind) if numbered else position
+        members.setdefault(alike, []).append(branch)
+    for key, group in members.items():
         first = group[0]
         if len(group) < ALIKE:
             yield from group
             continue
-        heads, prefix = [branch.name.partition(".")[0] for branch in group], ""
-        if numbered := _NUMBERED.fullmatch(heads[0]):
-            prefix = numbered[1]
-        numbers = sorted(int(head.removeprefix(prefix)) for head in heads)
+        prefix = str(key[0]) if isinstance(key, tuple) else ""
+        numbers = sorted(int(branch.name.partition(".")[0].removeprefix(prefix)) for branch in group)
         tensors, nbytes = sum(b.tensors for b in group), sum(b.nbytes for b in group)
         yield Branch(
             first.name.partition(".")[2], first.tensor, first.below, tensors, nbytes, numbers, prefix

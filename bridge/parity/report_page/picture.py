@@ -29,6 +29,8 @@ _MOST_NAMED = 8
 MOST_NUMBERED = 30
 """Introduced places that a page numbers."""
 _LONGEST = 34
+_FOOT = -0.03
+"""The end of the error axis, with room for marks at its least value."""
 
 
 def write_picture(report: ParityReport, path: Path) -> None:
@@ -55,9 +57,9 @@ def depth_figure(rows: Sequence[Row]) -> Figure:
     """One panel, for a page, which has title and names beside it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.8, 4))
-    # Fixed margins, since to measure every label takes as long as to draw the figure.
-    figure.subplots_adjust(left=0.09, right=0.99, top=0.99, bottom=0.32)
+    figure = Figure(figsize=(12.8, 4.5))
+    # Fixed margins with room for the longest label, since to measure every label takes as long as to draw the figure.
+    figure.subplots_adjust(left=0.14, right=0.99, top=0.99, bottom=0.38)
     _panel(figure.subplots(), rows, "", MOST_NUMBERED)
     return figure
 
@@ -86,6 +88,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
         panel.fill_between(
             [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]],
             tops + tops[-1:],
+            _FOOT,
             step="post",
             color=colour,
             lw=0,
@@ -109,7 +112,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
         _name_introduced(panel, rows)
     places, names = zip(*axis.ticks(), strict=True)
     panel.set_yticks(places, names, fontsize=9)
-    panel.set_ylim(0, 1.09)
+    panel.set_ylim(_FOOT, 1.09)
     panel.set_xlim(-0.5, max(len(rows), 1) - 0.5)
     panel.grid(axis="y", lw=0.4)
     panel.set_axisbelow(True)

@@ -197,16 +197,8 @@ class ParityReport:
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
         heading = (
-            "verdict",
-            "stage",
-            "torch",
-            "jax",
-            "ratio",
-            "alone",
-            "error",
-            "floor",
-            "max ULP",
-            "cosine",
+            *("verdict", "stage", "torch", "jax", "ratio", "alone"),
+            *("error", "floor", "max ULP", "cosine", "cause"),
         )
         begin = list(self.introduced)
         others = sorted(
@@ -215,7 +207,7 @@ class ParityReport:
         chosen = [*begin, *others] or sorted(self.rows, key=_size, reverse=True)[:5]
         cells = [
             (
-                row.verdict + (f": {row.cause}" if row.cause else ""),
+                row.verdict,
                 row.stage,
                 (shown(row.name) or "(model)") + (f"#{row.call}" if row.call else ""),
                 row.partner or "(model)",
@@ -225,6 +217,7 @@ class ParityReport:
                 f"{row.floor:.1e}",
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
+                row.cause,
             )
             for row in chosen[:most]
         ]

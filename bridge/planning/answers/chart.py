@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from bridge.core.text import human_bytes
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.cost.traffic import KINDS
-from bridge.report_page.palette import SERIES
+from bridge.report_page.palette import SERIES, bar_style
 
 _BAR = 0.38
-_HATCHES = ("", "///", "", "...", "\\\\\\", "", "xxx")
+_HATCHES = ("", "///", "", "...", "\\\\\\", "xxx", "", "")
 
 
 def chart(comparison: Comparison) -> Figure:
@@ -50,16 +50,7 @@ def _stack(axes: Axes, values: dict[str, list[int]]) -> None:
     for number, (name, lengths) in enumerate(values.items()):
         starts = starts or [0] * len(lengths)
         if any(lengths):
-            axes.barh(
-                range(len(lengths)),
-                lengths,
-                left=starts,
-                height=0.7,
-                label=name,
-                color=SERIES[number % len(SERIES)],
-                hatch=_HATCHES[number % len(_HATCHES)],
-                edgecolor="white",
-                linewidth=0.8,
-            )
+            style = bar_style(SERIES[number % len(SERIES)], _HATCHES[number % len(_HATCHES)])
+            axes.barh(range(len(lengths)), lengths, left=starts, height=0.7, label=name, **style)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     axes.spines[["top", "right"]].set_visible(False)

@@ -146,8 +146,8 @@ def _what_is_counted(comparison: Comparison) -> Iterator[str]:
         )
     if any(not plan.model.activations for plan in plans):
         yield (
-            "peak: activations are known for built-in models only, so that --batch and --length change nothing here; > is "
-            "for the bytes at rest, which must be there"
+            "peak: activations are known for built-in models only, so that --batch and --length change nothing here; "
+            "> is for the bytes at rest, which must be there"
         )
     for runtime in dict.fromkeys(plan.runtime for plan in plans if plan.exchanges is None):
         yield f"{runtime}: what model axes send, activations and their gradients, is not counted"

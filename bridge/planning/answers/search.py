@@ -99,7 +99,8 @@ class Nearest:
 class Finding:
     """What was found for one policy on ``devices`` devices.
 
-    work: the workload in the model's words. fits: whether the policy as it is fits, in every runtime; None where that is unknown.
+    work: the workload in the model's words.
+    fits: whether the policy as it is fits, in every runtime; None where that is unknown.
     ways: where it does not, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
     """
 
@@ -144,15 +145,8 @@ def search(
                 fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
             )
         fits = _all(comparison.fits(plan) for plan in plans)
-        finding = Finding(
-            policy,
-            devices,
-            work,
-            work.of(plans[0].model),
-            _batches(plans, usable),
-            fewest[source, work],
-            fits,
-        )
+        said = work.of(plans[0].model)
+        finding = Finding(policy, devices, work, said, _batches(plans, usable), fewest[source, work], fits)
         findings.append(finding if fits else _with_ways(finding, models, planner, usable, node or NODE))
     return tuple(findings)
 
