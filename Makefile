@@ -1,8 +1,8 @@
-# Two commands for users: `make relay` and `make test`. Each sets up .venv by itself.
+# Users need two commands: `make relay` and `make test`. Each sets up .venv by itself.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# By a path file: mypy, pyright and editors follow no import hook, which setuptools installs by default.
+# An editable install by a path file. By default setuptools installs an import hook, which mypy, pyright and editors ignore.
 EDITABLE := --config-settings editable_mode=compat -e
 
 .PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers maxtext clean
@@ -10,21 +10,20 @@ EDITABLE := --config-settings editable_mode=compat -e
 relay: .venv/.installed
 	$(BIN)/twinshard relay
 
-# Three processes for two cores, since a test of ranks waits for a quarter of its time; each has rank processes of its own:
-# about 9 GB. A file's tests share compiled steps, so each process begins with a third of the files in a row. By whole files
-# one process would wait for another five minutes of fifteen.
+# Three processes for two cores, because tests with ranks wait for a quarter of their time. Each process has its own rank
+# processes; all need about 9 GB. Tests of a file share compiled steps, so each process begins with a third of the files in a
+# row and then takes tests from the others. With whole files, one process would wait five of fifteen minutes for the others.
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Everything: all cases of the matrices, hypothesis's full number of examples, and what takes minutes, such as the 1 GB
-# conversions and environments that hold only one framework.
+# Everything: all cases of the matrices, all of hypothesis's examples, and tests that take minutes, such as conversions of
+# 1 GB and environments with only one framework.
 test-all: .venv/.installed lint types test-programs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile all
 
-# Programs of other packages that call FSDP2 by themselves, in an environment of their own (3 GB): with accelerate there,
-# transformers loads models otherwise than without it. torchtune's old torchao, which peft refuses, is on the path for
-# torchtune only, as is its old antlr4, which constraints.txt does not have: moto needs a newer antlr4. axolotl and verl are
-# read, not run.
+# Public programs that call FSDP2 themselves, in their own environment (3 GB), because transformers loads models differently
+# if accelerate is installed. torchtune needs an old torchao, which peft refuses, and an old antlr4, which conflicts with
+# moto's. Both are on the path for torchtune only. The tests read axolotl and verl but do not run them.
 PROGRAMS := .venv-programs/bin/python
 test-programs: .venv-programs/.installed
 	$(PROGRAMS) -m pytest -n 0 -m slow tests/torch_impl/programs --ignore tests/torch_impl/programs/test_torchtune.py
@@ -43,8 +42,8 @@ test-programs: .venv-programs/.installed
 	done
 	touch $@
 
-# MaxText, whose own trees tests/mapping/test_families_maxtext.py compares with (2 GB). It needs Python 3.12, which
-# PYTHON_MAXTEXT names where it is not found.
+# MaxText (2 GB), for the comparison in tests/mapping/test_families_maxtext.py. MaxText needs Python 3.12. If make does not
+# find Python 3.12, name it by PYTHON_MAXTEXT.
 maxtext: .venv-maxtext/.installed
 .venv-maxtext/.installed: tests/support/bridge/maxtext.txt tests/support/bridge/maxtext_0_2_4.txt \
     tests/support/bridge/maxtext_needs.txt
@@ -55,8 +54,8 @@ maxtext: .venv-maxtext/.installed
 	  --target .venv-maxtext/maxtext-0.2.4 -r tests/support/bridge/maxtext_0_2_4.txt
 	touch $@
 
-# Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
-# PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.14, where they are not found.
+# The lowest and the newest versions that pyproject.toml allows, each in its own environment (several GB with CUDA's
+# libraries). If make does not find Python 3.11 and 3.14, name them by PYTHON_LOW and PYTHON_NEW.
 ENDS ?= low new
 test-versions:
 	$(PYTHON) tests/support/versions.py $(ENDS)
@@ -83,8 +82,8 @@ bench: .venv/.compilers
 	$(BIN)/python -m tests.bench.bench_parity --only gpt2 --steps 2
 	$(BIN)/python -m tests.bench.bench_compilers --target h100:8,h100:64
 
-# The compilers of GPUs and TPUs, 1.1 GB, with which tests/jax_impl/compilers is not skipped. They lie apart: in the
-# environment itself every program with JAX would look for their devices, and say that there are none.
+# XLA's compilers for GPUs and TPUs (1.1 GB). Without them the tests in tests/jax_impl/compilers skip. They have their own
+# folder: inside the environment, every JAX program would look for their devices and warn that there are none.
 compilers: .venv/.compilers
 
 .venv/.compilers: .venv/.installed

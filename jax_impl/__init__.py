@@ -43,6 +43,7 @@ from jax_impl.diagnostics.collectives import count_collectives, count_compiled_c
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
 from jax_impl.diagnostics.nonfinite import NonFinite, find_nonfinite
 from jax_impl.diagnostics.norms import parameter_norms
+from jax_impl.diagnostics.visualize import visualize
 from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.initialize import init_sharded
 from jax_impl.modules.linen_model import apply_linen
@@ -116,5 +117,6 @@ __all__ = [
     "stack_layers",
     "unshard",
     "variable_leaves",
+    "visualize",
     "watch_nonfinite_outputs",
 ]

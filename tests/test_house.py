@@ -25,6 +25,7 @@ from tests.support.house import (
     imports,
     lines_of,
     missing_modules,
+    missing_names_in_programs,
     parameters_of,
     rooms,
     tree_of,
@@ -96,6 +97,16 @@ def test_modules_that_text_names_exist() -> None:
         module: names
         for module in files()
         if module != "bridge.old_paths" and (names := missing_modules(module))
+    }
+    assert not wrong
+
+
+def test_programs_in_the_text_of_tests_import_what_exists() -> None:
+    """Those of slow tests run seldom: two named what had moved, and nobody saw it."""
+    wrong = {
+        str(path.relative_to(ROOT)): lines
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (lines := missing_names_in_programs(path))
     }
     assert not wrong
 
@@ -204,11 +215,11 @@ QUESTIONS = {
         "Nothing here frees memory: XLA does",
     ),
     "what is on disk": (
-        ["docs/code.md", "bridge/core/formats/README.md"],
-        "Which file of a checkpoint holds what",
+        ["docs/code.md", "bridge/core/formats/README.md", "docs/reference/on-disk.md"],
+        "which file of a checkpoint holds what",
     ),
     "how to add a model family": (
-        ["docs/code.md", "bridge/core/mapping/README.md"],
+        ["docs/code.md", "bridge/core/mapping/README.md", "docs/reference/mapping-language.md"],
         "A mapping is a TOML table of rules",
     ),
     "how to add a mesh axis": (

@@ -1,4 +1,4 @@
-"""The table of private APIs in CONTRIBUTING.md names every one that the code uses, where it uses it, and no other."""
+"""``private_apis.md`` lists exactly the private APIs that the code uses, with the files that use them."""
 
 from __future__ import annotations
 
@@ -127,20 +127,19 @@ def in_code() -> set[tuple[str, str]]:
 
 
 def in_table() -> set[tuple[str, str]]:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text.split("## Private APIs", 1)[1].split("\n## ", 1)[0]
+    table = Path(__file__).with_name("private_apis.md").read_text(encoding="utf-8")
     return {
         # An operator of torch.ops and an attribute of an object are known in the code by their last names only.
         (f".{api.split('.')[-1]}" if api[0].isupper() or api.startswith("torch.ops.") else api, file)
-        for api, files in ROW.findall(section)
+        for api, files in ROW.findall(table)
         for file in re.findall(r"`([^`]+)`", files)
     }
 
 
 def test_the_table_names_every_private_api_and_every_file_that_uses_it():
     code, table = in_code(), in_table()
-    assert not code - table, "use a public API, or add to the table in CONTRIBUTING.md"
-    assert not table - code, "strike from the table in CONTRIBUTING.md"
+    assert not code - table, "use a public API, or add a row to tests/private_apis.md"
+    assert not table - code, "remove the row from tests/private_apis.md"
 
 
 @pytest.mark.parametrize(

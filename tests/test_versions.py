@@ -57,9 +57,7 @@ def test_an_interpreter_that_is_found_and_fails_is_passed_over(
 
 def test_an_interpreter_that_is_named_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHON_NEW", "/nowhere/python3.14")
-    with pytest.raises(
-        SystemExit, match=re.escape("none among /nowhere/python3.14; name one by PYTHON_NEW=")
-    ):
+    with pytest.raises(SystemExit, match=re.escape("none among /nowhere/python3.14; set PYTHON_NEW=")):
         versions.interpreter("new")
 
 

@@ -1,9 +1,9 @@
-"""Conversions from and to a bucket, beside a plain parallel copy of as many bytes from and to the same server.
+"""Compare conversions from and to a bucket with a plain parallel copy of the same number of bytes.
 
 python -m tests.bench.bench_bucket --gb 1 --rounds 3
 
-The server is moto's S3 on this machine. The plain copy is s3fs's: ranges of 8 MiB, parts of 16 MiB, four at a time,
-and nothing is done with the bytes. Rounds alternate; the table has the medians, and the highest memory of a process.
+The server is moto's S3 on this machine. s3fs makes the plain copy, in ranges of 8 MiB and parts of 16 MiB, four at a
+time, and drops the bytes. Rounds alternate. The table shows medians, and the highest memory of a process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tests.bench import bench_bucket
 started = time.perf_counter()
 {call}
 seconds = time.perf_counter() - started
-# Not of getrusage, which begins with the peak of the process that started this one.
+# Not from getrusage, whose peak starts at the peak of the parent process.
 (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
 print(seconds, int(peak) * 1024)
 """
 
 
 def make(path: Path, nbytes: int) -> None:
-    """Tensors of 32 MB, and of 100 kB."""
+    """Write a DCP checkpoint with tensors of 32 MB and of 100 kB."""
     rng = np.random.default_rng(0)
     shapes = [(2000, 4000)] * (nbytes // 32_000_000) + [(25, 1000)] * 200
     with create_checkpoint(path, "dcp") as writer:
@@ -59,7 +59,7 @@ def make(path: Path, nbytes: int) -> None:
 
 
 def plain_download(name: str) -> None:
-    """Every byte of an object, to nowhere."""
+    """Read every byte of an object and drop it."""
     import fsspec
 
     system = fsspec.filesystem("s3")
@@ -73,7 +73,7 @@ def plain_download(name: str) -> None:
 
 
 def plain_upload(name: str, nbytes: int) -> None:
-    """As many bytes, from nowhere."""
+    """Upload ``nbytes`` random bytes."""
     import fsspec
 
     system, data = fsspec.filesystem("s3"), os.urandom(PART)
@@ -99,7 +99,7 @@ def convert(source: str, destination: str, format: str) -> None:
 
 
 def measured(call: str) -> tuple[float, int]:
-    """Seconds, without the start of the process, and peak of memory."""
+    """Seconds of the call without the start of its process, and the peak memory in bytes."""
     told = subprocess.run(
         [sys.executable, "-c", TIMED.format(call=f"bench_bucket.{call}")],
         cwd=ROOT,
@@ -112,7 +112,7 @@ def measured(call: str) -> tuple[float, int]:
 
 
 def paths(folder: Path, name: str, nbytes: int, number: int) -> Iterator[tuple[str, str]]:
-    """What is measured in a round: its title, and the call."""
+    """Title and call of each measurement in a round."""
     yield "plain copy from the bucket", f"plain_download({name!r})"
     for format in FORMATS:
         target = folder / f"{format}{number}"
@@ -153,7 +153,7 @@ def main() -> None:
         system.mkdir(BUCKET)
         system.put(str(folder / "source"), f"{BUCKET}/source", recursive=True)
         data = f"{BUCKET}/source/__0_0.distcp"
-        # Nothing that is copied may end in a temporary directory.
+        # No copied byte may land in a temporary directory.
         os.environ["TMPDIR"] = "/nonexistent"
         for number in range(options.rounds):
             for title, call in paths(folder, data, nbytes, number):

@@ -1,10 +1,10 @@
-"""Both engines against steps written by hand, as XLA's GPU and TPU compilers make them, for devices that are not there.
+"""Compile steps of both engines and hand-written steps with XLA's compilers for GPUs and TPUs that are not there.
 
-No device is used: weights are shapes, and the numbers are of compiled programs, not of runs. By contestant: seconds to
-compile (on a shared machine an upper bound), temporary bytes on one device, and for each kind of collective how many
-run in a step, the bytes of their full arrays, and the share of these bytes whose transfer has a matrix product between
-its start and its end. A step is loss and gradients under ``optim_grads_params``, 2 rows of 1024 tokens a device,
-of 512 tokens at width 512.
+No device is used. Weights are shapes, and the numbers describe compiled programs, not runs. For each contestant the
+table shows the seconds to compile (an upper bound on a shared machine) and the temporary bytes on one device. For each
+kind of collective it shows the number in a step, the bytes of the full arrays, and the share of these bytes that can
+overlap: a matrix product lies between the start and the end of the transfer. A step computes loss and gradients under
+``optim_grads_params``, with 2 rows of 1024 tokens a device, or 512 tokens at width 512.
 
     make compilers
     python -m tests.bench.bench_compilers --target h100:8,h100:64
@@ -79,15 +79,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--size", choices=["512", "1024", "1024x12", "1024x48", "Llama-3-8B", "both"], default="both"
     )
     parser.add_argument(
-        "--layers", choices=["scan", "unrolled", "both"], default="both", help="of the widths 512 and 1024"
+        "--layers", choices=["scan", "unrolled", "both"], default="both", help="layers at widths 512 and 1024"
     )
     parser.add_argument(
-        "--recompute", choices=["yes", "no", "both"], default="both", help="of the widths 512 and 1024"
+        "--recompute", choices=["yes", "no", "both"], default="both", help="recompute at widths 512 and 1024"
     )
     parser.add_argument(
-        "--recommended", action="store_true", help="all contestants with XLA's GPU options for overlap"
+        "--recommended", action="store_true", help="compile with XLA's GPU options for overlap"
     )
-    parser.add_argument("--quick", action="store_true", help="a small decoder, unrolled: whether it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="check that the script runs: a small decoder, unrolled"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every collective")
     return parser.parse_args(arguments)
 
@@ -100,7 +102,7 @@ def _targets(text: str) -> list[str]:
 
 
 def _tables(target: str, options: argparse.Namespace) -> Iterator[list[Setting]]:
-    """The contestants of each table."""
+    """The settings of each table, one per contestant."""
     if options.quick:
         yield _contestants(Setting(target, CONTESTANTS[0], "256", recommended=options.recommended))
         return
@@ -168,7 +170,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         name = (
             f"{setting.contestant} engine" if setting.contestant in (SHARD_MAP, PJIT) else setting.contestant
         )
-        name += ", embed and lm_head apart" if setting.units else ""
+        name += ", embed and lm_head as units" if setting.units else ""
         if isinstance(outcome, str):
             yield f"| {name} | failed: {' '.join(outcome.split())[:120]} |{' |' * (1 + len(KINDS))}"
             continue
@@ -178,7 +180,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _cell(compiled: Compiled, collective: str) -> str:
-    """Without scalars, such as the loss."""
+    """Number, MB and overlap of one kind of collective, without scalars such as the loss."""
     chosen: list[Any] = [
         call for call in compiled.collectives if call.kind == collective and call.bytes > 64 * call.times
     ]

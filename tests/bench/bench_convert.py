@@ -1,16 +1,16 @@
-"""Conversion against its peers in one run: `twinshard convert`, the naive way through both frameworks, `cp -r`.
+"""Compare `twinshard convert` with the naive way through both frameworks and with `cp -r`, in one run.
 
-Makes a DCP checkpoint of the given size (weights and two moments of fp32 matrices, or all of them bf16), converts it to
-Orbax and back by each path, and our safetensors to Orbax. Every path runs in a fresh process. Prints wall seconds, CPU
-seconds and peak memory above the imports, with ratios to `cp -r` of the same bytes. The naive way is what people write
-by hand:
+Makes a DCP checkpoint of the given size (weights and two moments of matrices, all fp32 or all bf16). Converts the
+checkpoint to Orbax and back by each path, and a safetensors copy to Orbax. Every path runs in a fresh process. Prints
+wall seconds, CPU seconds and peak memory above the imports, with ratios to `cp -r` of the same bytes. The naive way is
+the script that people write by hand:
 
     DCP -> Orbax    dcp_to_torch_save, torch.load, NumPy, StandardCheckpointer.save
     Orbax -> DCP    StandardCheckpointer.restore, torch, dcp.save
 
-Every path begins after a pause, with what was written before on disk and its memory free for long.
+Before every path the script syncs the disk and pauses, so that earlier writes and freed memory do not matter.
 
-"save of resident arrays" is what the frameworks' own savers need for arrays that are in memory already.
+"save of resident arrays" is the frameworks' own save of arrays that are already in memory.
 
     python -m tests.bench.bench_convert --gigabytes 2 --repeat 3
     python -m tests.bench.bench_convert --gigabytes 8 --repeat 1 --no-naive
@@ -139,7 +139,7 @@ done(*start)
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall seconds of the work and CPU seconds of the process without its imports, MB of memory above the imports."""
+    """Wall seconds of the work, CPU seconds of the whole process, and peak MB of memory above the imports."""
 
     wall: float
     cpu: float
@@ -152,7 +152,7 @@ def program(text: str, *arguments: object) -> list[str]:
 
 
 def measure(arguments: list[str]) -> Cost:
-    """Run one path; a program says itself how long its work took, `cp` is timed from outside."""
+    """Run one path. A program prints the seconds of its own work; `cp` is timed from outside."""
     started = time.perf_counter()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
-        "--no-naive", action="store_true", help="leave out the paths that hold everything in memory"
+        "--no-naive", action="store_true", help="skip the paths that hold everything in memory"
     )
     options = parser.parse_args()
     size = ROWS * COLUMNS * (4 if options.dtype == "float32" else 2)
@@ -217,8 +217,9 @@ def main() -> None:
         costs: dict[str, list[Cost]] = {name: [] for name in paths}
         for _ in range(options.repeat):
             for name, build in paths.items():
-                # A virtual machine gives free memory back to its host within seconds and pays for it when it is touched
-                # again: `cp` right after a removal takes a third of the time. A program that imports first cannot.
+                # Freed memory is cheap to reuse for some seconds, until a virtual machine returns it to its host: `cp`
+                # right after a removal takes a third of the time. A program that first imports its libraries is too
+                # late.
                 os.sync()
                 time.sleep(SETTLE_SECONDS)
                 costs[name].append(measure(build(str(folder / "out"))))

@@ -1,10 +1,9 @@
-"""Both engines against a hand-written optax and ``NamedSharding`` step in one interleaved run: time and compiled bytes.
+"""Compare both engines with a hand-written optax and ``NamedSharding`` step in one run: time and compiled bytes.
 
-All train the same decoder on the same tokens; the losses must agree, else the program exits with 1. Each setting runs
-in a process of its own, on devices that are simulated on the CPU, or on GPUs where JAX sees some.
-First table: one step; CPU seconds are those of all simulated devices together. Second: compiled bytes of the 26 M
-decoder on 8 simulated devices, a row of 32 tokens each, with every strategy. What the prototype behind the limits of
-that table trained on is not recorded; 32 tokens of our decoder save about the activations that it did.
+All contestants take turns and train the same decoder on the same tokens. If their losses disagree, the script ends with
+status 1. Each setting runs in its own process, on simulated CPU devices, or on GPUs if JAX finds GPUs. The first table
+shows one step; CPU seconds add up all simulated devices. The second table shows compiled bytes of the 26 M decoder on
+8 simulated devices with a row of 32 tokens each, under every strategy.
 
     python -m tests.bench.bench_jax
     python -m tests.bench.bench_jax --quick --devices 4
@@ -55,30 +54,30 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--devices", type=_numbers, metavar="N,N,...", help="default 1,4,8, on GPUs those there are"
+        "--devices", type=_numbers, metavar="N,N,...", help="default 1,4,8; on GPUs as many as exist"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
     parser.add_argument("--layers", choices=["scan", "unrolled", "both"], default="both")
-    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[-1], help="of the timed engines")
-    parser.add_argument("--recompute", action="store_true", help="in the timed steps, of the baseline too")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, default=STRATEGIES[-1], help="strategy of the timed engines"
+    )
+    parser.add_argument("--recompute", action="store_true", help="recompute in all timed steps")
     parser.add_argument(
         "--contestants", type=_contestants, default=[BASELINE, SHARD_MAP, PJIT], metavar="NAME,..."
     )
-    parser.add_argument("--size", choices=SIZES, default="5M", help="of the timed decoder")
-    parser.add_argument("--rows", type=int, default=8, help="of a step, over all devices")
+    parser.add_argument("--size", choices=SIZES, default="5M", help="size of the timed decoder")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a step over all devices")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of a contestant in one round")
     parser.add_argument("--bytes-devices", type=int, default=8)
     parser.add_argument("--bytes-length", type=int, default=32, help="tokens of a device in one microbatch")
     parser.add_argument(
-        "--microbatches", type=int, default=1, help="of the weighed engines; the baseline has none"
+        "--microbatches", type=int, default=1, help="microbatches in the table of bytes; not of the baseline"
     )
-    parser.add_argument(
-        "--platform", choices=PLATFORMS, default="auto", help="auto: GPUs where JAX sees some"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny decoder, few rounds: whether it runs")
-    parser.add_argument("--only", choices=["times", "bytes"], help="one of the two tables")
+    parser.add_argument("--platform", choices=PLATFORMS, default="auto", help="auto: GPUs if JAX finds some")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: a tiny decoder, few rounds")
+    parser.add_argument("--only", choices=["times", "bytes"], help="print only one of the two tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number")
     return parser
 
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seen = run({"what": "devices"})
     simulated = seen["platform"] != "gpu"
     if simulated and options.platform == "gpu":
-        parser.error(f"--platform: expected gpu where JAX sees GPUs, but it sees {seen['platform']}")
+        parser.error(f"--platform gpu: expected JAX to find GPUs, but it found {seen['platform']}")
     devices = options.devices or [n for n in (1, 4, 8) if simulated or n <= seen["count"]]
     rounds, repeat = (2, 1) if options.quick else (options.rounds, options.steps)
     versions = ", ".join(

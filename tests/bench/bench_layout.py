@@ -1,8 +1,8 @@
-"""Padding of the layout planner against its peers, on the 34 reference groups and 8 to 16,384 shards.
+"""Compare the padding of the layout planner with other rules, on the 34 reference groups and 8 to 16,384 shards.
 
-Prints padding in % of the real elements for the one-chunk rule of Megatron-FSDP (LCM), sharding each parameter by
-itself (FSDP2), ours and the bound for whole rows; medians; what shards of whole tiles of 128 elements cost; planning
-time. Exits with 1 and a list where ours pads more than it may.
+Prints padding in % of the real elements for Megatron-FSDP's one-chunk rule (LCM), for FSDP2's rule (each parameter by
+itself), for ours, and for the bound of whole rows. Also prints medians, the cost of shards that are whole tiles of 128
+elements, and planning times. If ours pads more than it may, the script lists the cases and ends with status 1.
 
     python -m tests.bench.bench_layout
     python -m tests.bench.bench_layout --groups Llama --shards 8,1024 --plot layouts.png
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[2]
 SHARDS = (8, 64, 256, 1024, 4096, 16384)
 ALIGN = 128
 MOST_MEDIAN = {1024: 0.1, 4096: 0.6, 16384: 2.0}
-"""Padding in % that the median over all groups may have, by number of shards."""
+"""Largest allowed median padding over all groups, in %, by number of shards."""
 
-# Research notes "Packing parameters into flat shards", section 5, as printed there. A line is a group at 8, 64, 256,
-# 1024, 4096 and 16384 shards, a cell the padding in % of: Megatron-FSDP's planner at d98e8a64, run from its source;
-# FSDP2; the simple row-class planner that ours must not pad more than; the row bound.
+# Figures of earlier research notes on packing. Each line is a group at 8, 64, 256, 1024, 4096 and 16384 shards. Each
+# cell is the padding in % of Megatron-FSDP's planner at d98e8a64 (run from its source), of FSDP2, of a simple row-class
+# planner, which ours must not exceed, and of the row bound.
 NOTES = """
 Llama3-8B layer        |.01/0/.01/0|.12/0/.12/0|.96/0/.48/0|7.7/0/0/0|7.7/19/3.8/0|115/192/100/7.7
 Llama2-7B layer        |.26/0/.26/0|.26/0/.26/0|11/0/0/0|78/1.0/1.0/0|256/5.2/5.2/0|1326/188/89/1.6
@@ -94,12 +94,12 @@ print(time.process_time() - started, before, peak(), 100 * layout.overhead(), le
 
 @dataclass(frozen=True)
 class Cell:
-    """One group over one number of shards: padding in % of the real elements, ours with its buffers and CPU seconds.
+    """One group over one number of shards: padding in % of the real elements; buffers and CPU seconds of our layout.
 
-    ``coarse`` is ours when slices of dimension 0 are the rows, as they are to the LCM and FSDP2 rules; it differs
-    from ``ours`` only where a tensor has three dimensions or more, which ``flat`` says no tensor has. ``tiled`` is ours
-    with shards of whole tiles of ``ALIGN`` elements, beside the LCM rule and the bound for such shards; ``starts`` says
-    whether all its tensors start on a tile. ``auto`` is ours with the alignment that the planner chooses.
+    ``coarse`` is ours if slices of dimension 0 are the rows, as in the LCM and FSDP2 rules. It differs from ``ours``
+    only if a tensor has three or more dimensions; ``flat`` means that no tensor has. ``tiled`` is ours with shards of
+    whole tiles of ``ALIGN`` elements; ``tiled_lcm`` and ``tiled_bound`` belong to such shards. ``starts`` tells whether
+    all tensors of ``tiled`` start on a tile. ``auto`` is ours with the alignment that the planner chooses.
     """
 
     group: str
@@ -174,7 +174,7 @@ def medians(cells: Iterable[Cell]) -> dict[int, dict[str, float]]:
 
 
 def notes_figures() -> dict[tuple[str, int], tuple[str, ...]]:
-    """``{(group, shards): (LCM, FSDP2, row classes, row bound)}`` as the notes print them."""
+    """``{(group, shards): (LCM, FSDP2, row classes, row bound)}`` as printed in the notes."""
     figures = {}
     for line in NOTES.strip().splitlines():
         group, *row = line.split("|")
@@ -189,7 +189,7 @@ def as_printed(value: float, figure: str) -> float:
 
 
 def violations(cells: Sequence[Cell]) -> list[str]:
-    """What the planner promises and ``cells`` break, a sentence each; medians are judged over all groups only."""
+    """One sentence for each promise of the planner that ``cells`` break. Medians count only over all groups."""
     figures = notes_figures()
     lines = []
     for cell in cells:
@@ -270,7 +270,7 @@ def print_tiled(cells: Sequence[Cell]) -> None:
 
 def print_stacks(cells: Sequence[Cell]) -> None:
     print(
-        "\nTensors of three dimensions or more, in %: ours, with slices of dimension 0 as rows / with rows\n"
+        "\nGroups with tensors of three or more dimensions, in %: ours with slices of dimension 0 as rows / ours\n"
     )
     shards = list(dict.fromkeys(cell.shards for cell in cells))
     print(f"| group | {' | '.join(f'N={n}' for n in shards)} |")
@@ -326,7 +326,7 @@ def print_speed() -> None:
 
 
 def save_plot(cells: Sequence[Cell], path: Path) -> None:
-    """Median padding over the number of shards, for all groups and for those without stacks."""
+    """Draw median padding against the number of shards, for all groups and for groups without stacks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -375,7 +375,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shards", type=_shard_counts, default=list(SHARDS), metavar="N,N,...")
-    parser.add_argument("--groups", default="", metavar="SUBSTRING", help="only groups whose name has it")
+    parser.add_argument(
+        "--groups", default="", metavar="SUBSTRING", help="only groups whose name contains it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the medians")
     parser.add_argument("--speed", action="store_true", help="also plan 100,000 tensors")
@@ -418,7 +420,7 @@ def main() -> None:
         print(f"broken: {sentence}")
     if broken:
         sys.exit(1)
-    print("Ours is at or below every figure it is held to.")
+    print("Ours pads no more than allowed in every case.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long a comparison of two models takes, start-up included, and how much memory, each in a process of its own.
+"""Measure time and memory of a comparison of two models, start-up included. Each comparison runs in its own process.
 
-Each stage's line has the seconds at its end, without start-up: passed, and of both cores' work; and the largest memory
-within the stage: anonymous memory, which a machine must have, and all that is resident, of which mapped files can be
-given up. On a machine that others use, compare the work.
+The line of each stage shows the wall seconds and the CPU seconds at its end, without start-up, and the largest memory
+during the stage: anonymous memory, which a machine must have, and resident memory, whose mapped files the system can
+drop. On a shared machine compare CPU seconds.
 
-"tiny" is the Llama of the tests (3 layers, width 32); "gpt2" has the sizes of the 124 M model, with random weights, in
+"tiny" is the Llama of the tests (3 layers, width 32). "gpt2" has the sizes of the 124 M model, with random weights, in
 transformers and in ``jax_impl.models.CausalLM``. Neither downloads anything.
 
     python -m tests.bench.bench_parity
@@ -46,14 +46,14 @@ def gpt2_pair() -> tuple[Any, Any, Any, Any, dict[str, int]]:
 
 
 class Peaks:
-    """The largest anonymous and resident memory of this process, GB, in all and since ``stage`` was last called."""
+    """Largest anonymous and resident memory of this process in GB, overall and since the last call of ``stage``."""
 
     def __init__(self) -> None:
         self.all = self._now = (0.0, 0.0)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """While this is open, memory is looked at every 50 ms."""
+        """Sample memory every 50 ms inside the ``with`` block."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -82,7 +82,7 @@ class Peaks:
 
 
 def compare(size: str, steps: int) -> None:
-    """One comparison, in this process; prints the summary, and by stage seconds and the largest memory (Linux)."""
+    """Run one comparison in this process. Print the summary, and seconds and memory of each stage (Linux)."""
     from bridge.parity import parity
 
     if size == "gpt2":
@@ -132,8 +132,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=SIZES)
-    parser.add_argument("--steps", type=int, default=3, help="of training")
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--steps", type=int, default=3, help="training steps")
+    parser.add_argument("--here", action="store_true", help="run in this process")
     options = parser.parse_args()
     for size in (options.only,) if options.only else SIZES:
         if options.here:

@@ -1,7 +1,7 @@
-"""Planned peaks against those that XLA compiles and those that PyTorch allocates, in one table.
+"""Compare planned peaks with the peaks that XLA compiles and that PyTorch allocates, in one table.
 
-JAX: both programs of a step are compiled by XLA for CPU, in float32, for 4 simulated devices, without prefetch. Nothing
-runs, and no weight is allocated. PyTorch: 2 processes with gloo train the model, and torch's profiler reports every
+JAX: XLA compiles both programs of a step for CPU, in float32, for 4 simulated devices, without prefetch. Nothing runs,
+and no weight is allocated. PyTorch: 2 processes train the model with gloo, and torch's profiler reports every
 allocation (``torch_memory``).
 
     python -m tests.bench.bench_plan_peak                                  # JAX: 240 cells, an hour
@@ -31,7 +31,7 @@ WITHIN = 0.10
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bytes. ``moment``: of the plan."""
+    """Planned and actual bytes of a cell. ``moment``: when the planned peak occurs."""
 
     cell: Cell
     planned: int
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the plan, as a part of what is."""
+        """Planned over actual bytes, minus 1."""
         return self.planned / self.actual - 1
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(rows: Sequence[Comparison]) -> Iterator[str]:
-    """By model: cells, and the smallest and largest difference."""
+    """One line per model: number of cells, smallest and largest difference."""
     yield ""
     for model in dict.fromkeys(row.cell.model for row in rows):
         mine = [row.difference for row in rows if row.cell.model == model]
@@ -84,7 +84,7 @@ def summary(rows: Sequence[Comparison]) -> Iterator[str]:
 
 
 def compiled_cells(chosen: Sequence[Cell]) -> Iterator[Comparison]:
-    """Compiled in this process, whose first use of JAX it must be."""
+    """Compile in this process. Nothing may have used JAX here before."""
     import jax_impl
     from bridge.compiling.compiled_leg import compiled
 

@@ -1,14 +1,14 @@
-"""Steps that others have measured and published, as ``twinshard plan --target`` compiles and times them.
+"""Compare the estimates of ``twinshard plan --target`` with published measurements of other programs.
 
-Nothing runs: the table has what XLA's compilers and the roofline say of a Llama as a user of flax writes one
-(``public_llama.py``), beside what was measured with another program of the same sizes on the machine itself. So the
-two are no comparison of programs, and differ in known ways. The largest is attention: without a fused kernel its scores
-go to memory and back. So the table also has the rate at which the products alone would run; what was measured lies
-between the two. Whole layers are recomputed, where torchtitan's 8 B recomputed selected operations only.
+Nothing runs. The table shows what XLA's compilers and the roofline say of a Llama in plain flax (``public_llama.py``),
+next to the published rate of another program of the same sizes on a real machine. The two programs differ in known
+ways. The largest difference is attention: without a fused kernel its scores go to memory and back. The table therefore
+also shows the rate of the matrix products alone, and the published rate lies between the two. Here whole layers are
+recomputed; for 8 B models torchtitan recomputed selected operations only.
 
     make compilers
     python -m tests.bench.bench_public                 # GPUs, minutes
-    python -m tests.bench.bench_public --only v5p      # what contains these letters; TPUs take longer
+    python -m tests.bench.bench_public --only v5p      # targets and models with these letters; TPUs take longer
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIERING = "MaxText, docs/reference/models/tiering.md"
 
 @dataclass(frozen=True)
 class Published:
-    """``rate``: tokens a second and device. ``memory``: bytes of one device, where they were published."""
+    """``rate``: tokens a second and device. ``memory``: bytes of one device, or None if they were not published."""
 
     model: str
     parameters: str
@@ -57,7 +57,7 @@ FIGURES = (
     Published("llama2_70b", "70 B", "v5p:8x8x8", 1, 4096, "as tuned", 692, None, TIERING),
 )
 HEADINGS = (
-    "model", "machine", "rows x tokens", "published tokens/s", "estimate", "of it", "products alone", "peak",
+    "model", "machine", "rows x tokens", "published tokens/s", "estimate", "over published", "products alone", "peak",
     "measured peak", "products", "memory", "exposed", "compile s",
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="100:", help="of targets and models, what contains this; default GPUs"
+        "--only", default="100:", help="only targets and models that contain this text; default: GPUs"
     )
     options = parser.parse_args(arguments)
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cells(figure: Published) -> tuple[str, ...]:
-    """A row of the table."""
+    """The cells of one row of the table."""
     row, estimate = compiled(figure)
     time_, per_device = estimate.time, figure.rows * figure.length
     first = (
@@ -101,7 +101,7 @@ def cells(figure: Published) -> tuple[str, ...]:
 
 
 def compiled(figure: Published) -> tuple[TargetRow, Estimate]:
-    """With layers recomputed, parameters and Adam in float32, products in bfloat16."""
+    """Compile with recomputed layers, float32 parameters and moments, and bfloat16 products."""
     module = "tests.bench.public_llama"
     batch = {"tokens": BatchArray((figure.rows, figure.length + 1), "int32")}
     step = StepRequest(

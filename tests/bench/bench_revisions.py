@@ -1,8 +1,8 @@
-"""Conversion by two revisions of this repository, in turns, and `cp -r` of the same bytes.
+"""Compare conversions by two revisions of this repository, in turns, and `cp -r` of the same bytes.
 
-Few large tensors (8 of 64 MB) and many small ones (10,000 of 50 kB), where no disk slows either: a change that costs
-time shows here first. Every conversion runs in a fresh process. Prints the median wall seconds of both revisions, the
-median of the rounds' ratios with their spread, and both as multiples of `cp -r`.
+Converts few large tensors (8 of 64 MB) and many small tensors (10,000 of 50 kB) without a disk, so that a slower
+revision shows clearly. Every conversion runs in a fresh process. Prints the median wall seconds of both revisions, the
+median ratio of the rounds with its spread, and both revisions as multiples of `cp -r`.
 
     git worktree add ../before REVISION
     python -m tests.bench.bench_revisions --before ../before --scratch FOLDER_IN_MEMORY --rounds 5
@@ -45,7 +45,7 @@ print("RESULT", time.perf_counter() - started, (resource.getrusage(resource.RUSA
 
 def run(tree: Path, text: str, *arguments: object) -> str:
     command = [sys.executable, "-c", text, *map(str, arguments)]
-    # `python -c` imports from the folder that it is run in first.
+    # `python -c` first imports from its working directory.
     process = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{tree}: {process.stderr[-2000:]}")
@@ -60,7 +60,7 @@ def removed(path: Path) -> Path:
 
 
 def converted(tree: Path, source: Path, target: Path, form: str) -> tuple[float, float]:
-    """Wall seconds of a conversion, and MiB of memory above the imports."""
+    """Wall seconds of a conversion, and its peak MiB of memory above the imports."""
     printed = run(tree, CONVERT, source, removed(target), form)
     line = next(line for line in printed.splitlines() if line.startswith("RESULT"))
     wall, peak = map(float, line.split()[1:])
@@ -94,7 +94,7 @@ def main() -> None:
                 peaks = [0.0, 0.0]
                 for number in range(options.rounds):
                     seconds = [0.0, 0.0]
-                    # Whoever comes second finds a warmer machine.
+                    # The second run finds a warmer machine, so the order alternates.
                     for which in (0, 1) if number % 2 else (1, 0):
                         tree = ROOT if which else options.before.resolve()
                         seconds[which], peak = converted(tree, sources[source], target, form)

@@ -1,8 +1,8 @@
-"""Many small tensors: what a tensor costs beside its bytes. Each format into each other, listing, verifying, comparing.
+"""Measure the cost per tensor of many small tensors: conversions between all formats, inspect, verify and diff.
 
-Everything is measured in one run beside `cp -r` of the same checkpoint, each several times in turn; the table has the
-fastest of each, wall seconds and CPU seconds. Commands run in this process, but for the last lines: these are
-`twinshard` as it is called, with its start-up.
+The work and `cp -r` of the same checkpoint take turns in one run. The table shows the fastest of several runs, in wall
+seconds and CPU seconds. The work runs in this process. Only the last lines run the `twinshard` command with its
+start-up.
 
     python -m tests.bench.bench_small_tensors                                    20,000 tensors, 2 GB
     python -m tests.bench.bench_small_tensors --tensors 5000 --bytes 512
@@ -60,7 +60,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tensors", type=int, default=20_000)
-    parser.add_argument("--bytes", type=int, default=100 << 10, help="of each tensor")
+    parser.add_argument("--bytes", type=int, default=100 << 10, help="bytes of each tensor")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scratch", type=Path, help="a directory on the disk to measure")
     options = parser.parse_args()
@@ -97,14 +97,14 @@ def main() -> None:
         for title in list(works) * options.repeat:
             if out.exists():
                 shutil.rmtree(out)
-            # What was written before must not be written to the disk meanwhile.
+            # Earlier writes must not reach the disk during a measurement.
             os.sync()
             wall, cpu = time.perf_counter(), sum(os.times()[:4])
             works[title]()
             spent = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
             best[title] = tuple(map(min, best.get(title, spent), spent))
     copy = best["`cp -r`"][0]
-    print("| work | wall s | over `cp -r` | CPU s | CPU us a tensor |\n|---|---:|---:|---:|---:|")
+    print("| work | wall s | over `cp -r` | CPU s | CPU us per tensor |\n|---|---:|---:|---:|---:|")
     for title, (wall, cpu) in best.items():
         print(f"| {title} | {wall:.2f} | {wall / copy:.1f} | {cpu:.2f} | {cpu / options.tensors * 1e6:.0f} |")
 

@@ -1,9 +1,9 @@
-"""Optimizer states in few bits and in host memory, and saves behind training: bytes of both halves, and seconds.
+"""Measure bytes of low-precision and offloaded optimizer states, and seconds of asynchronous saves, in both runtimes.
 
 python -m tests.bench.bench_states
 
-Bytes are of main weights, moments and float32 gradients at rest, and what an update needs beside them, for each element
-of the model. One rank and one simulated device, so every element is their own.
+For each element of the model, the table shows the bytes of main weights, moments and float32 gradients at rest, and the
+extra bytes during an update. There is one rank, or one simulated device, which owns every element.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class JaxModel(nnx.Module):
 
 
 def in_jax(moments: str, offload: float) -> tuple[int, int, int]:
-    """The same, with the gradients' 4 bytes, which live in a step only, and the update's temporary memory."""
+    """The same for JAX. Gradients (4 bytes) live only in a step; the peak adds the update's temporary memory."""
     mesh = jax_impl.data_parallel_mesh(1)
     plan, weights = jax_impl.fully_shard(JaxModel(), mesh)
     optimizer = jax_impl.main_weight_adamw(1e-3, mu_dtype=moments, nu_dtype=moments)
@@ -87,7 +87,7 @@ def in_jax(moments: str, offload: float) -> tuple[int, int, int]:
 
 
 def saves_in_torch(folder: Path) -> tuple[float, float, int, int]:
-    """Seconds of a save, and of the call of one in the background; steps meanwhile; bytes of its snapshot."""
+    """Seconds of a save, seconds of the call of an asynchronous save, steps during that save, bytes of its snapshot."""
     model = torch_model()
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
 
@@ -138,7 +138,7 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
     print(f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {versions}")
     print(f"{ELEMENTS / 1e6:.1f} M elements\n")
-    print("| moments | offload | torch: rest | of it host | update | jax: rest | of it host | update |")
+    print("| moments | offload | torch: rest | host | update | jax: rest | host | update |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for moments in FORMATS:
         for offload in (0.0, 0.5, 1.0) if moments in ("float32", "float8_e4m3fn") else (0.0,):
@@ -151,7 +151,9 @@ def main() -> None:
                     f"+{(peak - rest) / ELEMENTS:.2f}",
                 ]
             print(f"| {moments} | {offload:.0%} | {' | '.join(cells)} |", flush=True)
-    print("\n| save | seconds | call of one behind training | steps meanwhile | snapshot, bytes an element |")
+    print(
+        "\n| save | seconds | call of an asynchronous save, s | steps meanwhile | snapshot, bytes an element |"
+    )
     print("|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure_saves in (("torch", saves_in_torch), ("jax", saves_in_jax)):

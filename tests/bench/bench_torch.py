@@ -1,9 +1,9 @@
-"""Our runtime against FSDP2 and DDP in one interleaved run: time, memory and what the hooks of a unit cost.
+"""Compare our runtime with FSDP2 and DDP in one run: time, memory, and the cost of a unit's hooks.
 
-All engines train the same decoder (71.3 M parameters, a unit per block and one for the rest) with torch's fused AdamW
-on the same tokens, different on each rank; the losses must agree, else the program exits with 1. First table: one step,
-and the ratios ours / theirs as median and range over the rounds. Second: what forward and backward of 200 tiny units
-cost beyond the same module without sharding, per unit.
+All engines take turns and train the same decoder (71.3 M parameters, one unit per block and one for the rest) with
+torch's fused AdamW on the same tokens, different on each rank. If the losses disagree, the script ends with status 1.
+The first table shows one step, and the ratios ours / theirs as median and range over the rounds. The second table shows
+what forward and backward of 200 tiny units cost per unit beyond the same module without sharding.
 
     python -m tests.bench.bench_torch
     python -m tests.bench.bench_torch --quick --ranks 2 --dtype float32
@@ -49,10 +49,10 @@ LIMITS = {
     torch.float32: {"ours": 1e-6, "ddp": 1e-5},
     torch.bfloat16: {"ours": 2e-3, "ddp": 2e-2},
 }
-"""By how much a loss may differ from FSDP2's, relatively. Autocast rounds elsewhere than a bfloat16 module."""
+"""Largest relative difference of a loss from FSDP2's. Autocast rounds at other places than a bfloat16 module."""
 MOST_LEFT = 65536
 WARM_STEPS = 4
-"""The pool of buffers is planned when two steps were alike, the second and the third, and used from the next one on."""
+"""The pool of buffers is planned after two equal steps, the second and the third, and used from the fourth step on."""
 CHAIN = ("plain", "ours", "fsdp2")
 
 Launch = Callable[..., list[Any]]
@@ -61,7 +61,7 @@ Launch = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting: for each engine the cost of a step in every round, live bytes and the losses of each rank."""
+    """One setting: for each engine, the cost of a step in every round, live bytes, and the losses of each rank."""
 
     ranks: int
     dtype: str
@@ -80,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds per unit and step beyond the plain module, one number for each round."""
+    """Microseconds per unit and step beyond the plain module, one number per round."""
 
     ranks: int
     what: str
@@ -91,7 +91,7 @@ class Overhead:
 def train(
     training: Training, rounds: int, repeat: int
 ) -> tuple[dict[str, list[Cost]], dict[str, list[float]]]:
-    """A rank's part: all engines in turn in the same process. Returns costs and losses, the warm steps' included."""
+    """Run all engines in turn on this rank. Returns costs and losses; losses include the warm-up steps."""
     model = prototype(training)
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in ENGINES}
 
@@ -107,13 +107,13 @@ def train(
 
 
 def weigh(training: Training, engine: str) -> LiveBytes:
-    """A rank's part: the memory of one engine, with nothing else of its kind in the process."""
+    """Measure the memory of one engine on this rank. No other engine is alive in the process."""
     model = prototype(training)
     return live_bytes(lambda: build_step(engine, training, model), torch.device(training.device), WARM_STEPS)
 
 
 def chain(units: int, device: str, rounds: int, repeat: int) -> list[dict[str, list[Cost]]]:
-    """A rank's part: costs of forward and backward, and of the optimizer's step."""
+    """Costs on this rank: forward and backward, and the optimizer's step."""
     built = {name: build_chain(name, units, device) for name in CHAIN}
     both: list[dict[str, list[Cost]]] = [{name: [] for name in CHAIN} for _ in range(2)]
     for number in range(rounds + 1):
@@ -127,7 +127,7 @@ def chain(units: int, device: str, rounds: int, repeat: int) -> list[dict[str, l
 
 
 def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
-    """A mean for every ``repeat`` costs in a row."""
+    """The mean of each ``repeat`` consecutive costs."""
     parts = [costs[k : k + repeat] for k in range(0, len(costs), repeat)]
     return [
         Cost(statistics.fmean(c.wall for c in part), statistics.fmean(c.cpu for c in part)) for part in parts
@@ -135,7 +135,7 @@ def _means(costs: Sequence[Cost], repeat: int) -> list[Cost]:
 
 
 def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat: int) -> Measured:
-    """All engines at one number of ranks and one dtype. Memory is measured apart, since tracing takes time."""
+    """All engines at one number of ranks and one dtype. Memory has its own run, because tracing takes time."""
     begun = time.monotonic()
     per_rank = launch(ranks, train, training, rounds, repeat)
     memory = {name: _heaviest(launch, ranks, training, name) for name in ENGINES}
@@ -152,7 +152,7 @@ def measure(launch: Launch, ranks: int, training: Training, rounds: int, repeat:
 
 
 def _heaviest(launch: Launch, ranks: int, training: Training, engine: str) -> LiveBytes:
-    """The most of all ranks; again when a release went unseen, which a busy machine makes possible."""
+    """The largest values of all ranks. Repeats a run whose trace missed a release, as happens on a busy machine."""
     for _ in range(3):
         weights: list[LiveBytes] = launch(ranks, weigh, training, engine)
         fields = (field.name for field in dataclasses.fields(LiveBytes))
@@ -163,7 +163,7 @@ def _heaviest(launch: Launch, ranks: int, training: Training, engine: str) -> Li
 
 
 def broken_promises(runs: Sequence[Measured], emptied: Sequence[str] = ENGINES) -> list[str]:
-    """Why the numbers mean nothing, a sentence each: losses that differ, memory that ``emptied`` did not hand back."""
+    """One sentence for each reason not to trust the numbers: unequal losses, memory that ``emptied`` did not free."""
     sentences = []
     for run in runs:
         where = f"{run.ranks} ranks, {run.dtype}"
@@ -180,7 +180,7 @@ def broken_promises(runs: Sequence[Measured], emptied: Sequence[str] = ENGINES) 
 def overheads(
     launch: Launch, ranks: int, units: int, device: str, rounds: int, repeat: int
 ) -> list[Overhead]:
-    """What sharding costs each unit at one number of ranks."""
+    """Cost of sharding per unit at one number of ranks."""
     per_rank = launch(ranks, chain, units, device, rounds, repeat)
     result = []
     for part, what in enumerate(("forward and backward", "optimizer step")):
@@ -228,7 +228,7 @@ def print_steps(runs: Sequence[Measured]) -> None:
 
 def print_overheads(rows: Sequence[Overhead], units: int) -> None:
     print(
-        f"\nBeyond the plain module, microseconds per unit, {units} units: median (least-most) of the rounds\n"
+        f"\nMicroseconds per unit beyond the plain module, {units} units: median (least-most) of the rounds\n"
     )
     print("| ranks | of | Twinshard CPU | FSDP2 CPU | ratio | Twinshard wall | FSDP2 wall |")
     print("|---:|---|---:|---:|---:|---:|---:|")
@@ -245,7 +245,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def on_cuda(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """In this process, which is the only rank."""
+    """Run in this process, the only rank."""
     if world != 1:
         raise ValueError(f"--device cuda: expected 1 rank, got {world}")
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -276,10 +276,10 @@ def main() -> None:
         default=128,
         help="tokens of a sequence, two sequences a rank; fewer where bfloat16 is slow",
     )
-    parser.add_argument("--units", type=int, default=200, help="of the model that measures hooks")
+    parser.add_argument("--units", type=int, default=200, help="units of the model that measures hooks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds: whether it runs")
-    parser.add_argument("--only", choices=["steps", "hooks"], help="one of the two tables")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: a tiny model, few rounds")
+    parser.add_argument("--only", choices=["steps", "hooks"], help="print only one of the two tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -329,7 +329,7 @@ def main() -> None:
         report = {"steps": steps, "hooks": hooks}
         plain = {key: [dataclasses.asdict(row) for row in rows] for key, rows in report.items()}
         options.json.write_text(json.dumps(plain, indent=1) + "\n")
-    # On CUDA all that the process holds counts, and DDP's buckets outlived its deletion there.
+    # On CUDA all memory of the process counts, and DDP's buckets outlive its deletion.
     broken = broken_promises(steps, ("ours", "fsdp2") if on_gpu else ENGINES)
     for sentence in broken:
         print(f"broken: {sentence}")

@@ -1,12 +1,12 @@
-"""What a second worker is worth: a mapped conversion, all of whose matrices are transposed, with one worker and two.
+"""Measure the speed-up of a second worker, for a mapped conversion that transposes every matrix.
 
-Also which of its steps keep Python's lock: a thread that sleeps 1 ms at a time counts how often it comes to run.
+Also tells which steps keep Python's global lock: a thread that sleeps 1 ms at a time counts how often it runs.
 
-Every conversion is a fresh process; one and two workers take turns. Where other programs keep the cores busy, the
-system gives a process its share whatever the number of its threads, and walls say nothing. So the table also has the
-ratio that idle cores would give, from what the kernel counts for each thread: seconds on a core, and seconds blocked,
-that is neither on a core nor waiting for one. A thread that waits for Python's lock is blocked, all the longer when the
-thread that has the lock waits for a core: the ratio is an estimate, of use only where no core is idle.
+Every conversion is a fresh process, and one and two workers take turns. If other programs keep the cores busy, wall
+seconds say little, because the system gives each process a fixed share. The table therefore also estimates the ratio on
+idle cores from the kernel's counts for each thread: seconds on a core, and seconds blocked (neither on a core nor
+waiting for a core). A thread that waits for the lock counts as blocked, even while the holder of the lock waits for a
+core. Use the estimate only if no core is idle.
 
     python -m tests.bench.bench_workers --megabytes 1000 --repeat 5
 """
@@ -58,7 +58,7 @@ def measured(self, copy=Copier._copy):
     begun, (core, queued) = time.perf_counter(), on_core_and_queued()
     copy(self)
     wall, after = time.perf_counter() - begun, on_core_and_queued()
-    # Without the waiting for a core.
+    # Leave out the time spent waiting for a core.
     alone.append(wall - (after[1] - queued))
 Copier._copy = measured
 started, core = time.perf_counter(), time.thread_time()
@@ -71,7 +71,7 @@ print(time.perf_counter() - started, max(serial, 0) + max(alone))
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of one conversion: wall of the work, the same without waiting for cores, CPU with imports."""
+    """Seconds of one conversion: wall time, wall time without waits for a core, and CPU time with imports."""
 
     wall: float
     alone: float
@@ -108,7 +108,7 @@ def measure(source: Path, destination: Path, mapping: Path, workers: int) -> Run
 
 
 def spare_cores() -> float:
-    """Cores that do nothing, over a second."""
+    """Number of idle cores, averaged over a second."""
     first = _idle()
     time.sleep(1)
     return (_idle() - first) / os.sysconf("SC_CLK_TCK")
@@ -119,7 +119,7 @@ def _idle() -> int:
 
 
 def keeps_lock(work: Callable[[], object]) -> tuple[float, int]:
-    """CPU seconds of the work, and how often another thread came to run meanwhile."""
+    """CPU seconds of the work, and how often another thread ran during the work."""
     moments: list[float] = []
     stop = threading.Event()
 
@@ -146,12 +146,12 @@ def print_steps() -> None:
     fp32, half = data.view(np.float32).reshape(4096, -1), data.view(ml_dtypes.bfloat16).reshape(4096, -1)
     packed = zstandard.ZstdCompressor(level=1).compress(data)
     steps: dict[str, Callable[[], object]] = {
-        "CRC-32C by the Python extension (as before)": lambda: google_crc32c.extend(0, data),
-        "CRC-32C by the C library": lambda: extend(0, data),
+        "CRC-32C by the Python extension (not used)": lambda: google_crc32c.extend(0, data),
+        "CRC-32C by the C library (used)": lambda: extend(0, data),
         "CRC-32 (zlib)": lambda: zlib.crc32(data),
         "transpose fp32": lambda: np.ascontiguousarray(fp32.T),
         "transpose bf16, as uint16": lambda: np.ascontiguousarray(half.view(np.uint16).T),
-        "transpose bf16, as ml_dtypes has it": lambda: np.ascontiguousarray(half.T),
+        "transpose bf16, by ml_dtypes": lambda: np.ascontiguousarray(half.T),
         "cast bf16 to fp32": lambda: half.astype(np.float32),
         "zstd decompression": lambda: zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes),
     }

@@ -1,4 +1,4 @@
-"""What one step costs, and what one contestant's cost is over another's."""
+"""The cost of one step, and the ratio of two contestants' costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median and range over the rounds of one contestant's cost over another's in the same round."""
+    """One contestant's cost over another's in the same round: median and range over the rounds."""
 
     median: float
     least: float

@@ -1,11 +1,11 @@
 """The step that a good JAX user writes by hand: optax, ``NamedSharding`` and one ``jax.jit``.
 
-Of ``jax_impl`` only the model is used. Every parameter lies cut along its largest dimension that the devices divide, as
-in big_vision; so do its moments. Layers are a stack that ``lax.scan`` walks, or a list. A layer's weights are cast and
-gathered where they are used, activations stay with their rows, XLA chooses the collectives, and the state is donated.
+The step uses only the model of ``jax_impl``. Every parameter, like its moments, is sharded along its largest dimension
+that the devices divide, as in big_vision. Layers are a stack under ``lax.scan``, or a list. Weights of a layer are cast
+and gathered at their use, activations stay with their rows, XLA chooses the collectives, and the state is donated.
 
-Without recompute XLA keeps a layer's gathered weights until its backward, since there is no simple way to gather them
-again. ``gather_weights=False`` says nothing of weights in use, which leaves it to XLA what moves.
+Without recompute XLA keeps the gathered weights of a layer until its backward, because there is no simple way to gather
+them again. ``gather_weights=False`` sets no sharding for weights in use, so XLA decides what moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = tuple[dict[str, Any], Any]
 
 @dataclass(frozen=True)
 class Baseline:
-    """``step``: jitted, ``(state, rows) -> (state, loss)``. ``shardings``: of a state.
+    """``step``: jitted, ``(state, rows) -> (state, loss)``. ``shardings``: the shardings of a state.
 
     ``gradients``: the first half of a step, jitted, ``(fp32 parameters, rows) -> (loss, gradients)``.
     """
@@ -45,7 +45,7 @@ class Baseline:
         return placed, jax.jit(self._optimizer.init, out_shardings=self.shardings[1])(placed)
 
     def abstract_state(self) -> State:
-        """Shapes and shardings of it."""
+        """Shapes and shardings of the state."""
         state = (self._params, jax.eval_shape(self._optimizer.init, self._params))
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings
@@ -61,7 +61,7 @@ def build_baseline(
     recompute: bool = False,
     gather_weights: bool = True,
 ) -> Baseline:
-    """``model``: sizes and values, which ``nnx.eval_shape`` may have left out. ``dtype``: of weights in use."""
+    """``model``: sizes and values; a model of ``nnx.eval_shape`` has no values. ``dtype``: dtype of weights in use."""
     defs, params = _parts(model)
     (axis,) = mesh.axis_names
     rows, whole = NamedSharding(mesh, PartitionSpec(axis)), NamedSharding(mesh, PartitionSpec())
@@ -106,7 +106,7 @@ def build_baseline(
 
 
 def _cut(shape: tuple[int, ...], mesh: Mesh, skip_first: bool) -> NamedSharding:
-    """Along the largest dimension that the devices divide; else whole. A stack's layers stay together."""
+    """Shard the largest dimension that the devices divide, or none. ``skip_first`` keeps a stack's layers together."""
     able = [i for i, size in enumerate(shape) if size % mesh.devices.size == 0 and i >= skip_first]
     if not able:
         return NamedSharding(mesh, PartitionSpec())
@@ -117,7 +117,7 @@ def _cut(shape: tuple[int, ...], mesh: Mesh, skip_first: bool) -> NamedSharding:
 def _like_params(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, whole: NamedSharding
 ) -> Any:
-    """Moments lie like their parameters, counts are whole."""
+    """Moments have the shardings of their parameters; counts are whole."""
     return optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,

@@ -1,9 +1,9 @@
-"""Bytes that XLA plans for a whole step on one device, and the collectives of it.
+"""Bytes that XLA plans for a whole step on one device, and the collectives of the step.
 
-From ``memory_analysis`` of compiled programs; each holds ``arguments + outputs - aliased + temporary``. The baseline's
-step is one program. Ours is two, and holds at most the larger of::
+The bytes come from ``memory_analysis``: a compiled program holds ``arguments + outputs - aliased + temporary``. The
+baseline's step is one program. Our step is two programs, and its peak is the larger of::
 
-    gradients    weights, batch; gradients; temporaries        and the moments, which lie beside it
+    gradients    weights, batch; gradients; temporaries        and the moments, which stay in memory
     update       weights, moments, gradients; temporaries      new weights and moments take the place of the old ones
 
 "State" is weights and moments at rest, padding included.
@@ -29,12 +29,12 @@ from tests.bench.jax_contestants import ADAMW, baseline_of, loss, plan_of
 from tests.bench.jax_setting import BASELINE, BASELINE_XLA, SHARD_MAP, Setting
 
 Traffic = dict[str, tuple[int, int]]
-"""By kind: how many run in a step, and the bytes of their full arrays."""
+"""For each kind of collective: the number in a step, and the bytes of the full arrays."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Bytes on one device. ``temporary``: of the program that needs most; ``traced``: before XLA, where it is ours."""
+    """Bytes on one device. ``temporary``: of the larger program. ``traced``: collectives before XLA, for ours only."""
 
     state: int
     gradients: int
@@ -45,7 +45,7 @@ class Weighed:
 
 
 def weigh(name: str, setting: Setting, model: Decoder, mesh: Mesh, microbatches: int = 1) -> Weighed:
-    """Of a contestant; ``model`` may be abstract. ``ValueError`` for microbatches of the baseline, which has none."""
+    """Bytes of a contestant. ``model`` may be abstract. Raises ``ValueError`` for microbatches of the baseline."""
     if name not in (BASELINE, BASELINE_XLA):
         return _weigh_plan(plan_of(name, setting, model, mesh), setting, microbatches)
     if microbatches != 1:
@@ -101,7 +101,7 @@ def _rows(setting: Setting, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _held(compiled: Any) -> tuple[int, int]:
-    """All bytes, and the temporary ones among them."""
+    """All bytes, and the temporary bytes among them."""
     analysis = compiled.memory_analysis()
     temporary = int(analysis.temp_size_in_bytes)
     kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -1,4 +1,4 @@
-"""The baseline and both engines as steps of one setting, from equal weights and on equal tokens."""
+"""Steps of the baseline and of both engines for one setting, with equal initial weights and tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAMW = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_dec
 
 
 def mesh_of(setting: Setting) -> Mesh:
-    """Simulates the devices first, for all contestants with the flags that the engines need."""
+    """Make the mesh. Simulates devices first, for all contestants with the flags that the engines need."""
     if setting.simulated:
         simulate_devices(setting.devices)
     return data_parallel_mesh(setting.devices)
@@ -43,7 +43,7 @@ def model_of(setting: Setting) -> Decoder:
 
 
 def tokens_of(setting: Setting) -> np.ndarray:
-    """Int32 ``[rows, length + 1]``, each row its own."""
+    """Random int32 tokens, ``[rows, length + 1]``."""
     vocabulary = SIZES[setting.size]["vocab_size"]
     return np.random.default_rng(0).integers(0, vocabulary, (setting.rows, setting.length + 1), np.int32)
 
@@ -53,7 +53,7 @@ def loss(model: Any, rows: jax.Array) -> jax.Array:
 
 
 def plan_of(engine: str, setting: Setting, model: Decoder, mesh: Mesh) -> ShardingPlan:
-    """Gradients are summed in the compute dtype, as autodiff does for the baseline."""
+    """The plan sums gradients in the compute dtype, like the baseline's autodiff."""
     return plan_sharding(
         model,
         mesh,
@@ -77,7 +77,7 @@ def baseline_of(name: str, setting: Setting, model: Decoder, mesh: Mesh) -> Base
 
 
 def build_step(name: str, setting: Setting, model: Decoder, mesh: Mesh) -> Callable[[], float]:
-    """A step on ``tokens_of(setting)``, placed each time as a training loop does; it returns when all of it is done.
+    """A step on ``tokens_of(setting)``. It places the tokens each time, like a training loop, and waits for results.
 
     Raises ``ValueError`` for an unknown contestant.
     """

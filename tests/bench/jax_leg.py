@@ -1,6 +1,6 @@
-"""One setting in a process of its own, because XLA reads its flags once: ``run(request)`` starts it, ``main`` is it.
+"""Run one setting in its own process, because XLA reads its flags once. ``run`` starts it, ``main`` runs in it.
 
-The request comes as JSON on standard input, and the answer is the last line of standard output.
+The request arrives as JSON on standard input. The answer is the last line of standard output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARM_STEPS = 2
 
 
 def run(request: dict[str, Any], timeout: float = 3600) -> dict[str, Any]:
-    """The answer of a new process; raises ``RuntimeError`` with the end of what it wrote where it fails."""
+    """The answer of a new process. Raises ``RuntimeError`` with the end of its standard error if the process fails."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.bench.jax_leg"],
         input=json.dumps(request),
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """``what``: "devices", "times" or "bytes"."""
+    """Answer a request whose ``what`` is "devices", "times" or "bytes"."""
     what = request["what"]
     if what == "devices":
         return devices()
@@ -54,7 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def devices() -> dict[str, Any]:
-    """What JAX sees when nothing is simulated."""
+    """The devices that JAX finds without simulation."""
     import jax
 
     chips = jax.devices()
@@ -62,7 +62,7 @@ def devices() -> dict[str, Any]:
 
 
 def times(setting: Setting, contestants: list[str], rounds: int, repeat: int) -> dict[str, Any]:
-    """All contestants in turn: ``costs`` by round, ``losses`` by step, the warm steps' included."""
+    """Run all contestants in turn: ``costs`` by round, ``losses`` by step, warm-up steps included."""
     from tests.bench.jax_contestants import build_step, mesh_of, model_of
     from tests.bench.jax_rounds import interleaved
 
@@ -81,7 +81,7 @@ def times(setting: Setting, contestants: list[str], rounds: int, repeat: int) ->
 
 
 def weights(setting: Setting, microbatches: int) -> dict[str, Any]:
-    """Compiled bytes of the baselines, and of both engines with every strategy. No weight is allocated."""
+    """Compiled bytes of the baselines, and of both engines under every strategy. Allocates no weight."""
     from flax import nnx
 
     from tests.bench.jax_bytes import weigh
@@ -89,7 +89,7 @@ def weights(setting: Setting, microbatches: int) -> dict[str, Any]:
 
     mesh = mesh_of(setting)
     model = nnx.eval_shape(lambda: model_of(setting))
-    # The baselines shard as optim_grads_params does, and have no microbatches.
+    # The baselines shard like optim_grads_params and have no microbatches.
     pairs = [(name, STRATEGIES[-1]) for name in (BASELINE, BASELINE_XLA) if microbatches == 1]
     pairs += [(name, strategy) for name in (SHARD_MAP, PJIT) for strategy in STRATEGIES]
     footprints = []

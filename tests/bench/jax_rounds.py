@@ -1,7 +1,7 @@
-"""Rounds in which every contestant takes its turn, and what they are worth compared with each other.
+"""Run all contestants in turn, round by round, and compare their losses.
 
-``torch_rounds`` for one process that has all devices. The first contestant of a round changes, so that none always runs
-after the same other one.
+This is ``torch_rounds`` for one process with all devices. Each round starts with another contestant, so that no
+contestant always runs after the same other one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tests.bench.costs import Cost
 def interleaved(
     steps: Mapping[str, Callable[[], float]], rounds: int, repeat: int
 ) -> tuple[dict[str, list[Cost]], dict[str, list[float]]]:
-    """``repeat`` steps of each contestant in turn, ``rounds`` times: costs of one step by round, losses by step.
+    """Run ``repeat`` steps of each contestant in turn, ``rounds`` times: costs of one step by round, losses by step.
 
-    A step returns its loss when everything that it computes exists.
+    A step returns its loss only after all its results exist.
     """
     costs: dict[str, list[Cost]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -33,14 +33,14 @@ def interleaved(
 
 
 def unequal_losses(losses: Mapping[str, Sequence[float]], limit: float, reference: str) -> list[str]:
-    """Contestants that train something else, a sentence each.
+    """One sentence for each contestant that trains differently.
 
-    A loss may differ from that of ``reference`` in the same step by ``limit``, relatively; training has to lower it.
+    In each step a loss may differ from the loss of ``reference`` by ``limit``, relatively. The loss must fall.
     """
     sentences = []
     for name, steps in losses.items():
         off = [abs(a - b) / abs(b) for a, b in zip(steps, losses[reference], strict=True)]
-        # A NaN compares false, and must be found.
+        # `not <=` also finds NaN, which compares false.
         wrong = [k for k, difference in enumerate(off) if not difference <= limit]
         if wrong:
             k = wrong[0]
@@ -50,6 +50,6 @@ def unequal_losses(losses: Mapping[str, Sequence[float]], limit: float, referenc
             )
         elif not steps[-1] < steps[0]:
             sentences.append(
-                f"{name}: expected a loss that falls, got {steps[0]:.7f} first and {steps[-1]:.7f} last"
+                f"{name}: expected a falling loss, got {steps[0]:.7f} first and {steps[-1]:.7f} last"
             )
     return sentences

@@ -1,4 +1,4 @@
-"""What the contestants of the JAX benchmark train, and where. No JAX here: a setting crosses processes."""
+"""Settings of the JAX benchmark: model, batch and devices. This file imports no JAX: a setting crosses processes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SIZES: dict[str, dict[str, int]] = {
         "d_ff": 1360,
     },
 }
-"""Of ``DecoderConfig``. 8 devices divide a dimension of each weight, as ``NamedSharding`` needs."""
+"""Fields of ``DecoderConfig``. 8 devices divide a dimension of each weight, as ``NamedSharding`` needs."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``rows``: of a step, over all devices; ``length``: tokens of a row.
+    """``rows``: rows of a step over all devices. ``length``: tokens of a row.
 
-    ``stacked``: layers are scanned, else unrolled. ``simulated``: devices are CPU threads, else what JAX sees.
+    ``stacked``: layers are scanned instead of unrolled. ``simulated``: devices are CPU threads instead of real devices.
     """
 
     devices: int
@@ -72,7 +72,7 @@ class Setting:
 
     @property
     def where(self) -> str:
-        """For a person: what tells this setting from the others of one run."""
+        """A short name that distinguishes this setting from the other settings of a run."""
         parts = [f"{self.devices} devices", self.dtype, "scan" if self.stacked else "unrolled"]
         return ", ".join([*parts, "recompute"] if self.recompute else parts)
 

@@ -1,4 +1,4 @@
-"""The JAX benchmark's answers as tables, and what of them breaks a promise. No JAX here."""
+"""Print the JAX benchmark's answers as tables, and find broken promises. This file imports no JAX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.bench.jax_setting import BASELINE, NAMES, PJIT, SHARD_MAP, Setting
 Answer = dict[str, Any]
 
 LOSS_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
-"""By how much a loss may differ from the baseline's, relatively. The engines round weights to bfloat16 elsewhere."""
+"""Largest relative difference of a loss from the baseline's. The engines round weights to bfloat16 at other places."""
 TIME_LIMITS = {SHARD_MAP: 1.1, PJIT: 1.05}
-"""Of the baseline's wall seconds: median of the rounds, on 4 devices."""
+"""Largest median ratio to the baseline's wall seconds on 4 devices."""
 MB_LIMITS = {
     ("no_shard", False): 664,
     ("optim", False): 493,
@@ -23,7 +23,7 @@ MB_LIMITS = {
     ("optim_grads_params", False): 108,
     ("optim_grads_params", True): 94,
 }
-"""By strategy and recompute: what a prototype of the shard_map engine needed; 26 M parameters, 8 devices, scanned."""
+"""MB by strategy and recompute that a prototype of the shard_map engine needed: 26 M parameters, 8 devices, scanned."""
 MARK = " **above**"
 
 
@@ -32,7 +32,7 @@ def over_baseline(answer: Answer, name: str, field: str) -> Ratio:
 
 
 def broken_promises(answers: Sequence[Answer]) -> list[str]:
-    """Contestants that train something else than the baseline, a sentence each."""
+    """One sentence for each contestant that trains differently from the baseline."""
     sentences = []
     for answer in answers:
         setting = Setting(**answer["setting"])
@@ -58,7 +58,7 @@ def times_table(answers: Sequence[Answer]) -> Iterator[str]:
                 f"{shown[0]} | {cpu:.3f} | {shown[1]} | {losses[0]:.5f}, {losses[-1]:.5f} |"
             )
     limits = ", ".join(f"{NAMES[name]} {limit}" for name, limit in TIME_LIMITS.items())
-    yield f"\nLimits of the median wall ratio, agreed for 4 devices: {limits}."
+    yield f"\nLimits of the median wall ratio on 4 devices: {limits}."
 
 
 def bytes_table(answers: Sequence[Answer]) -> Iterator[str]:
@@ -89,7 +89,7 @@ def bytes_table(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def limit_of(setting: Setting, row: Answer) -> int | None:
-    """MB; None where nothing was agreed."""
+    """The limit in MB; None if there is no limit."""
     agreed = Setting(8, recompute=setting.recompute, size="26M", rows=setting.rows, length=setting.length)
     if row["contestant"] not in (SHARD_MAP, PJIT) or setting != agreed:
         return None

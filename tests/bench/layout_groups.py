@@ -1,7 +1,7 @@
-"""The 34 parameter groups that layout planners are compared on, as ``{name: shape}`` in model order.
+"""The 34 parameter groups of the layout benchmark, as ``{name: shape}`` in model order.
 
-Shapes are those of the public model configurations. A group is one layer, its experts, or a whole model; ``2-D``
-stores each expert's matrices apart, ``3-D`` stacks all experts of a layer in one tensor.
+Shapes come from public model configurations. A group is one layer, its experts, or a whole model. ``2-D`` stores each
+expert's matrices separately, ``3-D`` stacks all experts of a layer in one tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The layouts that ours is compared with, and what no layout can go below: padded elements as functions of shapes.
+"""Padded elements of other layouts, and a lower bound for every layout, as functions of shapes.
 
-A *row* here is a slice of dimension 0, ``numel(shape[1:])`` elements, and one element of a vector or scalar, except in
-``row_bound``, where it is the last dimension, as in ``bridge.core.sharding.layout.rows``. All count elements over all
-ranks.
+A *row* is a slice of dimension 0 (``numel(shape[1:])`` elements), or one element of a vector or scalar. In
+``row_bound`` a row is the last dimension, as in ``bridge.core.sharding.layout.rows``. All functions count elements over
+all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class LcmLayout(NamedTuple):
-    """One flat buffer: the chunk that shards are multiples of, each tensor's offset, and the end of the last one."""
+    """One flat buffer: the chunk that divides every shard, each tensor's offset, and the end of the last tensor."""
 
     chunk: int
     offsets: tuple[int, ...]
@@ -25,7 +25,7 @@ class LcmLayout(NamedTuple):
 
 
 def lcm_rule(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
-    """Padded elements of the layout of ``lcm_layout`` over ``num_shards`` shards: whole chunks on every shard."""
+    """Padded elements of ``lcm_layout`` over ``num_shards`` shards; every shard is a number of whole chunks."""
     layout = lcm_layout(tuple(shapes), align)
     return _round_up(layout.end, layout.chunk * num_shards)
 
@@ -34,14 +34,14 @@ def lcm_rule(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
 def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
     """Megatron-FSDP's layout, the one-chunk planner in ``megatron_fsdp/experimental/layout.py`` at d98e8a64.
 
-    The chunk is the least common multiple of all rows and ``align``, so that no shard boundary cuts one. Tensors of a
-    chunk or more start on chunks, in model order; into what one leaves of its last chunk goes the start of the first
-    later one whose remainder fits there, so that this ends on a chunk; then the tensors smaller than a chunk, by
-    falling size, each on a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on
-    the number of shards.
+    The chunk is the least common multiple of all rows and ``align``, so that no shard boundary cuts a row. Tensors of a
+    chunk or more start on chunks, in model order. The gap in the last chunk of such a tensor takes the start of the
+    first later tensor whose remainder fits, so that the later tensor ends on a chunk. Then the gap takes tensors
+    smaller than a chunk, by falling size, each on a multiple of its row. The remaining small tensors follow at the end.
+    Offsets do not depend on the number of shards.
 
-    Independent of ``bridge.core.sharding.layout.aligned_packing``. Tensors of equal size and row wait in one queue, so
-    that a search takes time by distinct shapes.
+    This code is independent of ``bridge.core.sharding.layout.aligned_packing``. Tensors of equal size and row wait in
+    one queue, so the time of a search depends on the number of distinct shapes.
     """
     sizes = [(math.prod(shape), math.prod(shape[1:])) for shape in shapes]
     chunk = math.lcm(align, *(row for numel, row in sizes if numel))
@@ -56,7 +56,7 @@ def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
     by_size = sorted(small, reverse=True)
 
     def fill(start: int, stop: int | None) -> int:
-        """Place small tensors in ``[start, stop)``; the end of the last."""
+        """Place small tensors in ``[start, stop)``. Returns the end of the last tensor."""
         for numel in by_size:
             if stop is not None and start + numel > stop:
                 continue
@@ -65,7 +65,7 @@ def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
                 row = min(waiting, key=lambda row: waiting[row][0])
                 offset = _round_up(start, row)
                 if stop is not None and offset + numel > stop:
-                    del waiting[row]  # a later one of this kind starts no earlier
+                    del waiting[row]  # a later tensor of this kind starts no earlier
                     continue
                 offsets[waiting[row].popleft()] = offset
                 start = offset + numel
@@ -91,10 +91,10 @@ def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
 
 
 def fsdp2_rule(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Padded elements when each parameter is sharded by itself, as PyTorch's ``fully_shard`` does.
+    """Padded elements if each parameter is sharded by itself, as in PyTorch's ``fully_shard``.
 
-    Every rank stores ``ceil(shape[0] / num_shards)`` rows of every parameter, as ``FSDPParam`` in
-    ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`` pads them; a scalar, which it refuses, counts as one row.
+    Every rank stores ``ceil(shape[0] / num_shards)`` rows of every parameter, like ``FSDPParam`` in
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``. FSDP2 refuses scalars; here a scalar counts as one row.
     """
     total = 0
     for shape in shapes:
@@ -104,12 +104,12 @@ def fsdp2_rule(shapes: Sequence[Shape], num_shards: int) -> int:
 
 
 def row_bound(shapes: Sequence[Shape], num_shards: int, align: int = 1) -> int:
-    """Elements that any layout with equal shards and whole rows pads to, over any number of buffers, or more.
+    """A lower bound on the padded elements of any layout with equal shards and whole rows, over any number of buffers.
 
     Shards are multiples of ``align``.
 
-    Some rank holds a longest row. All rows longer than one element have ``g`` elements as a common divisor, so each
-    rank holds a multiple of ``g`` of those tensors, and some rank at least the average.
+    Some rank holds a longest row. All rows longer than one element have the common divisor ``g``. So each rank holds a
+    multiple of ``g`` elements of these tensors, and some rank holds at least the average.
     """
     sizes = [(math.prod(shape), shape[-1] if len(shape) > 1 else 1) for shape in shapes]
     sizes = [(numel, row) for numel, row in sizes if numel]

@@ -1,4 +1,4 @@
-"""Models, policies and cells of the comparison of planned peaks: small widths, so that 8192 tokens compile and run."""
+"""Models, policies and cells of ``bench_plan_peak``. Widths are small, so that 8192 tokens compile and run."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
     },
 }
-"""Of ``CausalLM``, by family."""
+"""Configurations of ``CausalLM``, by family."""
 
 
 def model_named(name: str, folder: Path) -> str:
-    """What ``--model`` takes: ``decoder`` is this repository's, others have their config.json written to ``folder``."""
+    """The value of ``--model``. ``decoder`` is this repository's; the others get a config.json in ``folder``."""
     if name == "decoder":
         return "decoder:default"
     path = folder / name / "config.json"
@@ -87,7 +87,7 @@ def model_named(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One step. ``model``: "decoder", or a family of ``CONFIGS``."""
+    """One step to compare. ``model``: "decoder", or a family of ``CONFIGS``."""
 
     model: str
     length: int
@@ -105,7 +105,7 @@ class Cell:
         return ("layers",) if self.stacked else ()
 
     def policy(self, prefetch: int = 0, layers: str = "layers.*") -> ShardingPolicy:
-        """``layers``: the pattern of the units beside the root. All is in float32."""
+        """The policy, all in float32. ``layers``: the pattern of all units except the root."""
         strategy = STRATEGIES[self.strategy]
         again = str(self.recompute).lower()
         return parse_policy(
@@ -123,7 +123,7 @@ def cells(
     strategies: Sequence[str] = ("fsdp", "zero1", "zero2"),
     stacked: Sequence[bool] = (False, True),
 ) -> Iterator[Cell]:
-    """All combinations, with and without recomputation; Gemma 2's layers differ, and cannot be stacked."""
+    """All combinations, with and without recomputation. Gemma 2's layers differ and cannot be stacked."""
     for fields in itertools.product(models, lengths, microbatches, (False, True), stacked, strategies):
         if not (fields[0] == "gemma2" and fields[4]):
             yield Cell(*fields)

@@ -1,8 +1,8 @@
-"""DeepSeek-V3's shapes as a user of flax nnx writes them, to be compiled for hundreds of devices.
+"""DeepSeek-V3 in plain flax nnx, to be compiled for hundreds of devices.
 
-Latent attention, 3 dense layers, 58 layers of 256 experts and a shared one (arXiv 2412.19437, section 4.2). A token
-goes to its 8 experts by a dispatch of fixed capacity, as GShard does (arXiv 2006.16668): experts that have no place
-left drop it. Experts' weights are stacked, ``[experts, in, out]``, so that a model axis can cut them::
+The model has latent attention, 3 dense layers, and 58 layers of 256 experts with a shared expert (arXiv 2412.19437,
+section 4.2). A dispatch of fixed capacity sends a token to its 8 experts, as in GShard (arXiv 2006.16668): full experts
+drop the token. Weights of experts are stacked, ``[experts, in, out]``, so that a model axis can cut them::
 
     [mesh]
     dp = "all"
@@ -46,7 +46,7 @@ class Sizes:
 
 
 def spread(x: jax.Array) -> jax.Array:
-    """Sequences over the devices of a data rank: else each of them computes all, as the batch is the same on ``ep``."""
+    """Shard sequences over ``ep``. Otherwise each device of ``ep`` would compute the same whole batch."""
     if "ep" not in jax.sharding.get_abstract_mesh().axis_names:
         return x
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("ep"))
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
             [self.k_up(latent).reshape(heads), jnp.broadcast_to(k_rotary, (*heads[:3], s.rotary))], axis=-1
         )
         q = jnp.concatenate([q, rotated(q_rotary, s.theta)], axis=-1)
-        # Values are narrower than queries and keys, which XLA's attention does not take.
+        # XLA's attention needs values as wide as queries and keys.
         v = jnp.pad(self.v_up(latent).reshape(heads), [(0, 0)] * 3 + [(0, s.rotary)])
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed[..., : s.head].reshape(batch, length, -1))
@@ -92,7 +92,7 @@ class Gated(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """``[experts, capacity, width]`` to the same."""
+    """Maps ``[experts, capacity, width]`` to the same shape."""
 
     def __init__(self, s: Sizes, *, rngs: nnx.Rngs) -> None:
         def stacked(*shape: int) -> nnx.Param[Any]:
@@ -120,7 +120,7 @@ class Mixture(nnx.Module):
         weights, chosen = jax.lax.top_k(jax.nn.sigmoid(self.router(tokens).astype(jnp.float32)), s.chosen)
         weights /= weights.sum(-1, keepdims=True)
         goes = jax.nn.one_hot(chosen, s.experts, dtype=jnp.int32)
-        # The place of a token in each of its experts; beyond the capacity one_hot gives zeros.
+        # The position of a token in each of its experts. Beyond the capacity one_hot gives zeros.
         counted = jnp.cumsum(goes.reshape(-1, s.experts), axis=0).reshape(goes.shape) - 1
         position = counted.max(-1, where=goes > 0, initial=0)
         where = jax.nn.one_hot(position, capacity, dtype=x.dtype)
@@ -157,7 +157,7 @@ class DeepSeek(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
+        # nnx.Embed keeps the dtype of its initial weights, float32. Without this cast all products would be float32.
         x = spread(self.embed(tokens).astype(self.head.kernel[...].dtype))
         return self.head(self.norm(scanned(self.sparse, scanned(self.dense, x))))
 

@@ -1,6 +1,6 @@
-"""Llama as a user of flax nnx writes one, in the sizes of published measurements: models for ``bench_public.py``.
+"""Llama in plain flax nnx, in the sizes of published measurements: models for ``bench_public.py``.
 
-Attention is ``jax.nn.dot_product_attention`` as XLA compiles it, without a fused kernel; layers are scanned.
+Attention is ``jax.nn.dot_product_attention``, which XLA compiles without a fused kernel. Layers are scanned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLAMA2_70B = Sizes(32000, 8192, 80, 64, 8, 28672, 10_000.0)
 
 
 def rotated(x: jax.Array, theta: float) -> jax.Array:
-    """``[B, T, heads, head]`` by the position, the two halves of a head as pairs."""
+    """Rotate ``[B, T, heads, head]`` by position. The two halves of a head form the pairs."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None, None] * theta ** (-jnp.arange(half) / half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -65,7 +65,7 @@ class Block(nnx.Module):
 
 @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 def scanned(block: Any, x: jax.Array) -> jax.Array:
-    """Each layer of a stack in turn."""
+    """Apply each layer of a stack in turn."""
     return block(x)
 
 
@@ -83,7 +83,7 @@ class Llama(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # nnx.Embed remembers the dtype of its fresh weights, float32; with it all products would be float32.
+        # nnx.Embed keeps the dtype of its initial weights, float32. Without this cast all products would be float32.
         x = self.embed(tokens).astype(self.head.kernel[...].dtype)
         return self.head(self.norm(scanned(self.layers, x)))
 

@@ -1,4 +1,4 @@
-"""The tables of the compilers' benchmark: which settings are compiled, and what a row says."""
+"""Tests of the compilers' benchmark: the compiled settings, and the text of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the runtime keeps its books right; how fast anything is, is not judged here."""
+"""Tests that the PyTorch benchmark computes its tables correctly. They do not judge speed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def reduce_scattered() -> LiveBytes:
 
 def test_live_bytes_see_the_memory_of_gloo_threads_come_and_go(ranks: RankGroup) -> None:
     for live in ranks.run(2, reduce_scattered):
-        # gloo reduces a copy of the input, 4000 KB, besides the input and the shard of 2000 KB.
+        # gloo reduces a copy of the input (4000 KB), in addition to the input and the shard (2000 KB).
         assert live.rest == 2000 * KB
         assert 10_000 * KB <= live.peak <= 10_001 * KB
         assert live.left < KB
@@ -111,7 +111,7 @@ def test_events_count_by_their_time_and_addresses_that_return_were_released() ->
     step = {"name": "twinshard: measured step", "ts": 10.0, "dur": 10.0}
     seen = [event(11, 2, 7), event(1, 1, 5), step, event(12, 2, -7), event(13, 3, 4), event(30, 4, 100)]
     assert from_events(seen) == LiveBytes(5, 12, 109)
-    # Address 1 comes back without a release in between.
+    # Address 1 is allocated again without a release.
     assert from_events([*seen, event(2, 1, 6)]) == LiveBytes(6, 13, 110)
     with pytest.raises(RuntimeError, match="memory events"):
         from_events([step])

@@ -1,4 +1,4 @@
-"""One training step of the same model under each engine: ours, FSDP2, DDP, and no parallelism at all."""
+"""One training step of the same model under each engine: ours, FSDP2, DDP, and no parallelism."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TINY = DecoderConfig(61, 24, 2, 2, 1, 8, 40)
 
 @dataclass(frozen=True)
 class Training:
-    """What every engine trains: ``batch`` sequences of ``length`` random tokens, of each rank its own, every step.
+    """The training of every engine: per step ``batch`` sequences of ``length`` random tokens, different on each rank.
 
-    ``bfloat16`` computes in bfloat16 on float32 weights and reduces gradients in float32; DDP does so by autocast.
+    ``bfloat16`` computes in bfloat16 on float32 weights and reduces gradients in float32. DDP uses autocast.
     """
 
     config: DecoderConfig = field(default=BASELINE)
@@ -44,14 +44,14 @@ class Training:
 
 
 def prototype(training: Training) -> Decoder:
-    """The model with its initial weights, the same on all ranks, to be copied for every engine."""
+    """The model with initial weights that are equal on all ranks. Every engine trains a copy."""
     model = Decoder(training.config)
     model.init_weights(0)
     return model.to(training.device)
 
 
 def build_step(engine: str, training: Training, model: Decoder) -> Callable[[], torch.Tensor]:
-    """Copies ``model``; each call of the result is one step of AdamW and returns the rank's loss before it."""
+    """A step of AdamW on a copy of ``model``. Each call returns this rank's loss before the update."""
     wrapped = sharded(engine, copy.deepcopy(model), training.dtype)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=training.lr, fused=True)
     draw = torch.Generator().manual_seed(dist.get_rank())
@@ -72,7 +72,10 @@ def build_step(engine: str, training: Training, model: Decoder) -> Callable[[], 
 
 
 def sharded(engine: str, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``model`` under ``engine``, which shards each of ``model.layers`` and the rest; ValueError for other names."""
+    """``model`` under ``engine``, with a unit for each of ``model.layers`` and one for the rest.
+
+    Raises ValueError for an unknown engine.
+    """
     if engine == "plain":
         return model
     if engine == "ddp":
@@ -95,7 +98,7 @@ def sharded(engine: str, model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class Chain(nn.Module):
-    """``units`` layers ``Linear(4, 4)``: hardly any arithmetic, so that a step costs what its hooks cost."""
+    """``units`` layers ``Linear(4, 4)``, with so little arithmetic that hooks dominate the cost of a step."""
 
     def __init__(self, units: int, device: str) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class Chain(nn.Module):
 
 
 def build_chain(engine: str, units: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Forward and backward of a ``Chain``, and the AdamW step after them, which also clears the gradients."""
+    """Forward and backward of a ``Chain``, and its AdamW step, which also clears the gradients."""
     torch.manual_seed(0)
     model = sharded(engine, Chain(units, device), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

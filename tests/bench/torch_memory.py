@@ -1,8 +1,8 @@
-"""Bytes of live tensor storage at rest and at the peak of a step, measured alike for every engine.
+"""Bytes of live tensor storage at rest and at the peak of a step, measured in the same way for every engine.
 
-On CPU: the allocator reports each allocation and release to torch's profiler, also those by which a storage is resized
-and those of gloo's threads. The trace starts before the model exists, so that the running sum is what is live; nothing
-is sampled and no operator is missed. Memory that was there before, and memory of NumPy and of gloo itself, is left out.
+On CPU the allocator reports each allocation and release to torch's profiler, including resized storages and gloo's
+threads. The trace starts before the model exists, so the running sum counts all live bytes; nothing is sampled. It does
+not count earlier memory, NumPy's memory, or gloo's own memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _STEP = "twinshard: measured step"
 _HAND_BACK_SECONDS = 0.02
 _LOOK_SECONDS = 0.25
-"""Longer than NCCL's watchdog takes from one look at its collectives, whose tensors it holds, to the next."""
+"""Longer than the interval of NCCL's watchdog, which holds the tensors of collectives until its next check."""
 
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """``rest``: when the step begins. ``peak``: the most during it, what is live at rest included.
+    """``rest``: bytes before the step. ``peak``: the most bytes during the step, including ``rest``.
 
-    ``left``: when the step and all that it held are deleted. More than a few KB are a cache or a leak of the engine,
-    or a release that went unseen, which makes the other two too large.
+    ``left``: bytes after the step and all its objects are deleted. More than a few KB mean a cache or a leak of the
+    engine, or a release that the trace missed. A missed release makes ``rest`` and ``peak`` too large.
     """
 
     rest: int
@@ -43,8 +43,7 @@ class LiveBytes:
 def live_bytes(build: Callable[[], Callable[[], Any]], device: torch.device, warm: int = 2) -> LiveBytes:
     """Measure one call of the step that ``build`` returns, after ``warm`` calls.
 
-    Everything that should count must be allocated by ``build`` or by the step. Raises RuntimeError when the profiler
-    reports no memory.
+    Only allocations of ``build`` and of the step count. Raises RuntimeError if the profiler reports no memory.
     """
     if device.type == "cuda":
         return _on_cuda(build, device, warm)
@@ -64,7 +63,7 @@ def live_bytes(build: Callable[[], Callable[[], Any]], device: torch.device, war
 
 
 def from_events(events: Iterable[dict[str, Any]]) -> LiveBytes:
-    """What the events of a Chrome trace say, in order of their time."""
+    """Live bytes from the events of a Chrome trace, in order of time."""
     events = list(events)
     start, end = next((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == _STEP and "dur" in e)
     changes = sorted(
@@ -76,7 +75,7 @@ def from_events(events: Iterable[dict[str, Any]]) -> LiveBytes:
     blocks: dict[int, int] = {}
     live = rest = peak = 0
     for moment, address, size in changes:
-        # A block that is allocated again was released unseen.
+        # The trace missed the release of a block that is allocated again.
         live -= blocks.pop(address, 0)
         if size > 0:
             blocks[address] = size
@@ -90,7 +89,7 @@ def from_events(events: Iterable[dict[str, Any]]) -> LiveBytes:
 
 @contextmanager
 def _work_handed_back() -> Iterator[None]:
-    """Let gloo's threads drop their tensors first, since releases there are not reported when the work is over."""
+    """Wait until gloo's threads drop their tensors, because releases after the end of the work are not reported."""
     wait = dist.Work.wait
 
     def patient(work: dist.Work, *args: Any, **options: Any) -> Any:
@@ -121,7 +120,7 @@ def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm:
 
 
 def _settled(device: torch.device) -> int:
-    """Bytes of the process on ``device`` when nothing more is handed back: garbage, or what NCCL's threads held."""
+    """Bytes of the process on ``device`` after garbage and tensors of NCCL's threads are freed."""
     allocated = torch.cuda.memory_allocated(device)
     while True:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Measured peaks of PyTorch: this repository's decoder, and Hugging Face's models with either attention, on 2 ranks."""
+"""Measured peaks of PyTorch on 2 ranks: this repository's decoder, and Hugging Face's models with both attentions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 RANKS = 2
 EAGER = "-eager"
-"""Of a family's name: with plain attention."""
+"""Suffix of a family's name for plain attention."""
 
 
 def measured_cells(chosen: Sequence[Cell]) -> Iterator[tuple[Cell, int, int, str]]:
-    """The cell, bytes planned and measured on the rank that holds most, and the plan's moment."""
+    """For each cell: planned bytes, measured bytes on the rank that holds most, and the moment of the planned peak."""
     group = RankGroup()
     try:
         for cell in chosen:
@@ -35,7 +35,7 @@ def measured_cells(chosen: Sequence[Cell]) -> Iterator[tuple[Cell, int, int, str
 
 
 def planned(cell: Cell) -> tuple[int, str]:
-    """Bytes and moment."""
+    """Planned peak in bytes, and its moment."""
     family, attention = cell.model.removesuffix(EAGER), None
     if cell.model != "decoder":
         attention = Attention.plain if cell.model.endswith(EAGER) else Attention.fused
@@ -46,7 +46,7 @@ def planned(cell: Cell) -> tuple[int, str]:
 
 
 def measured(cell: Cell) -> int:
-    """Bytes on this rank, at the peak of a step."""
+    """Bytes on this rank at the peak of a step."""
     torch.manual_seed(0)
 
     def build() -> Callable[[], Any]:

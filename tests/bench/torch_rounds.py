@@ -1,7 +1,7 @@
-"""Rounds in which every engine takes its turn, and what they are worth compared with each other.
+"""Run all engines in turn, round by round, and compare them.
 
-A shared machine is slow for seconds at a time. Within one round all engines meet about the same machine, so that the
-ratio of two of them means more than either number; the median over the rounds drops the rounds that were disturbed.
+A shared machine is slow for seconds at a time. Within one round all engines meet about the same machine, so a ratio of
+two engines means more than either number. The median over the rounds drops disturbed rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.bench.costs import Cost
 def interleaved(
     calls: Mapping[str, Callable[[], Any]], rounds: int, repeat: int, device: str
 ) -> dict[str, list[Cost]]:
-    """``repeat`` calls of each function in turn, ``rounds`` times; costs are those of one call. Collective."""
+    """Call each function ``repeat`` times in turn, for ``rounds`` rounds. Returns the cost of one call. Collective."""
     costs: dict[str, list[Cost]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -36,14 +36,14 @@ def interleaved(
 
 
 def _settle(device: str) -> None:
-    """Start together, with nothing left to do of the call before."""
+    """Let all ranks start together, after the work of the previous call."""
     if device == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def over_ranks(ranks: Sequence[Mapping[str, Sequence[Cost]]]) -> dict[str, list[Cost]]:
-    """One cost for each engine and round: the slowest rank's wall seconds, the mean of the CPU seconds."""
+    """One cost for each engine and round: wall seconds of the slowest rank, mean CPU seconds."""
     return {
         name: [
             Cost(max(cost.wall for cost in costs), statistics.fmean(cost.cpu for cost in costs))
@@ -56,15 +56,15 @@ def over_ranks(ranks: Sequence[Mapping[str, Sequence[Cost]]]) -> dict[str, list[
 def unequal_losses(
     losses: Mapping[str, Sequence[Sequence[float]]], limits: Mapping[str, float], reference: str
 ) -> list[str]:
-    """Engines that train something else, a sentence each. ``losses`` holds a list of steps for every rank.
+    """One sentence for each engine that trains differently. ``losses`` holds a list of steps for every rank.
 
-    An engine may differ from ``reference`` by its limit, relatively, in each step on each rank.
+    In each step on each rank, an engine may differ from ``reference`` by its limit, relatively.
     """
     sentences = []
     for name, limit in limits.items():
         for rank, (steps, expected) in enumerate(zip(losses[name], losses[reference], strict=True)):
             off = [abs(a - b) / abs(b) for a, b in zip(steps, expected, strict=True)]
-            # A NaN compares false, and must be found.
+            # `not <=` also finds NaN, which compares false.
             wrong = [k for k, difference in enumerate(off) if not difference <= limit]
             if wrong:
                 k = wrong[0]

@@ -437,10 +437,10 @@ def test_a_layer_that_lacks_a_tensor_is_named_also_when_it_is_the_last(missing: 
         assert len(plan.tensors) == 3
 
 
-def test_the_mapping_in_the_readme_is_one() -> None:
-    text = (Path(__file__).parents[2] / "bridge" / "core" / "mapping" / "README.md").read_text()
+def test_the_example_of_the_mapping_language_is_a_mapping() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "mapping-language.md").read_text()
     (example,) = [part for part in text.split("```toml\n")[1:] if part.startswith("[axes]")]
-    rules = parse_mapping(example.partition("```")[0], "the README")
+    rules = parse_mapping(example.partition("```")[0], "the page")
     arrays = {
         **{f"model.layers.{i}.attention.wq.weight": random_bits((320, 331), FLOAT32, i) for i in range(2)},
         **{f"model.layers.{i}.mlp.w13.weight": random_bits((1766, 331), FLOAT32, i) for i in range(2)},

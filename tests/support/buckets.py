@@ -1,4 +1,4 @@
-"""Object stores on this machine, over HTTP: moto's S3 server, and a proxy before it that counts, delays and fails."""
+"""Object stores on this machine over HTTP: moto's S3 server, and a proxy that counts, delays and breaks requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
 def free_port() -> int:
-    """A port that nobody listens at, for the moment."""
+    """A port on which nobody listens at the moment."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(*command: str, port: int) -> Iterator[str]:
-    """A server process that listens at the port, until the end of the block; its URL."""
+    """Run a server process on the port until the end of the block. Yields the URL."""
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -47,7 +47,7 @@ def server(*command: str, port: int) -> Iterator[str]:
 
 
 def s3_environment(url: str) -> Mapping[str, str]:
-    """What makes boto's clients, s3fs among them, use this server."""
+    """Environment variables that make boto's clients, such as s3fs, use this server."""
     return {
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
@@ -59,7 +59,7 @@ def s3_environment(url: str) -> Mapping[str, str]:
 
 @dataclass
 class Request:
-    """A request that went through a proxy: bytes of its body, and of the answer's. part: one of a multipart upload."""
+    """A request through a proxy: bytes of its body and of the answer. ``part``: it uploads a part of an object."""
 
     method: str
     path: str
@@ -73,10 +73,10 @@ class Request:
 
 @dataclass
 class Proxy:
-    """A proxy before the server at `port`; its own `url`. Every request is in `seen`, in the order of arrival.
+    """A proxy with its own `url` in front of the server at `port`. `seen` has every request in order of arrival.
 
-    latency: seconds before each answer. fault: what goes wrong with a request, None for nothing. before: called before
-    a request goes on; False drops it. busy: requests that are being answered.
+    latency: seconds before each answer. fault: the fault of a request, or None. before: runs before a request is
+    forwarded; False drops the request. busy: number of requests in progress.
     """
 
     port: int
@@ -110,7 +110,7 @@ class Proxy:
 
     @property
     def received(self) -> int:
-        """Bytes that clients got."""
+        """Bytes that clients received."""
         return sum(request.received for request in self.seen)
 
 
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.owner.busy -= 1
 
     def handle(self) -> None:
-        # A client that is killed.
+        # A killed client breaks its connection.
         with suppress(ConnectionError):
             super().handle()
 
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], bool]:
-    """Kill a process as its request of this number arrives, from 1; this and later ones are dropped."""
+    """Kill a process when its n-th request arrives, counted from 1. Drops this request and all later ones."""
     count = 0
     lock = threading.Lock()
 

@@ -1,12 +1,12 @@
 """JAX's persistent compilation cache for the tests, which spend most of their time compiling.
 
-The cache lies outside of the checkout, so that a fresh clone on the same machine is warm. Its key is the program, the
-options and jaxlib, so that a change of the code under test is compiled. It holds the programs of processes that call
-`start`: the tests' own, and few others.
+The cache lies outside the checkout, so a fresh clone on the same machine starts warm. The key is the program, the
+options and jaxlib, so a changed program compiles again. The cache holds programs of processes that call `start`: the
+tests' processes and few others.
 
-One kind of program is never kept: with a collective in a loop or another called computation. Loaded from the cache on
-the CPU (jaxlib 0.10.2), such programs now and then compute NaN, crash or wait for ever. With them in the cache,
-`tests/parity/test_jax_checkpoint_matrix.py` failed in 7 of 9 warm runs; without them in none of 11.
+The cache never keeps a program with a collective in a loop or in another called computation. After loading on the CPU
+(jaxlib 0.10.2), such programs sometimes compute NaN, crash or hang. With such programs in the cache,
+`tests/parity/test_jax_checkpoint_matrix.py` failed in 7 of 9 warm runs, without them in 0 of 11.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)(-start)?\("
 )
-_SECONDS = 0.0  # thousands of small programs take as long as a few large ones
+_SECONDS = 0.0  # thousands of small programs take as long as a few large programs
 
 _started = False
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept: below XDG_CACHE_HOME, by default ~/.cache."""
+    """The folder of compiled programs, below XDG_CACHE_HOME, by default ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "twinshard-tests" / "jax"
 
 
 def loads_right(text: str) -> bool:
-    """Whether a compiled program, as XLA prints it, computes the same after loading: see above."""
+    """Whether a compiled program, given as XLA's text, computes the same after loading. See the module docstring."""
     called = text[: text.index("\nENTRY ")]
     return _COLLECTIVE.search(called) is None
 
 
 def start() -> None:
-    """Turn the cache on in this process, once JAX is imported; before that do nothing."""
+    """Turn the cache on in this process. Does nothing before JAX is imported."""
     global _started
     if _started or "jax" not in sys.modules:
         return
@@ -59,5 +59,5 @@ def start() -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # What was compiled while tests were imported has settled that there is no cache.
+    # Compilations during the import of tests made JAX decide that there is no cache.
     compilation_cache.reset_cache()

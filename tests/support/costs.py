@@ -1,10 +1,11 @@
-"""What each test costs in CPU time: ``python -m pytest -p tests.support.costs --costs costs.tsv``.
+"""Record the CPU time of each test: ``python -m pytest -p tests.support.costs --costs costs.tsv``.
 
-Counted are the test's process and everything that it started and still runs, or that ended and was waited for: rank
-processes, legs of the relay, notebook kernels. A busy machine changes wall time two- to tenfold, CPU time little.
+The CPU time counts the test's process, its running descendants, and its children that ended: rank processes, legs of
+the relay, notebook kernels. A busy machine changes wall time by a factor of 2 to 10, and CPU time little.
 
-Each line: CPU seconds of the test with its set-up, seconds of compiling in the test's own process, seconds of compiling
-that the persistent cache saved there, node id. The file is appended to, so that workers of pytest-xdist share it.
+Each line has the CPU seconds of the test with its set-up, the seconds of compiling in the test's own process, the
+seconds of compiling that the persistent cache saved there, and the node id. Workers of pytest-xdist append to the same
+file.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ seconds: Counter[str] = Counter()
 
 
 def tree_seconds() -> float:
-    """CPU seconds of this process, its ended children and its living descendants."""
+    """CPU seconds of this process, its ended children and its running descendants."""
     return trees_seconds([os.getpid()])[0]
 
 
 def trees_seconds(roots: list[int]) -> tuple[float, bool]:
-    """CPU seconds of processes, their ended children and living descendants; whether any runs or waits for a disk."""
+    """CPU seconds of processes with their ended children and running descendants, and whether any of them is active.
+
+    Active processes run, or wait for a disk.
+    """
     children: dict[int, list[int]] = defaultdict(list)
     ticks: dict[int, int] = {}
     states: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: in ``make test`` a few, always the same; in ``make test-all`` all asked for."""
+"""The number of hypothesis examples: in ``make test`` few and always the same, in ``make test-all`` all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ settings.load_profile("fast")
 
 
 def examples(count: int = 100, **options: Any) -> settings:
-    """Settings of a property that is worth ``count`` examples; ``--hypothesis-profile all`` tries all of them."""
+    """Settings of a property with ``count`` examples. Only ``--hypothesis-profile all`` tries all of them."""
     few = settings.get_current_profile_name() == "fast"
     return settings(max_examples=max(10, count // 10) if few else count, **options)

@@ -1,12 +1,12 @@
-"""`python -m tests.support.gcs_server PORT`: gcp-storage-emulator in memory, composing as Google's storage does.
+"""Run gcp-storage-emulator in memory, with Google's rules for compose: `python -m tests.support.gcs_server PORT`.
 
-The emulator composes anything. By https://cloud.google.com/storage/docs/json_api/v1/objects/compose and
+The emulator composes anything. According to https://cloud.google.com/storage/docs/json_api/v1/objects/compose and
 https://cloud.google.com/storage/docs/composite-objects the service
 
-- takes 1 to 32 objects of one bucket, by name and, if wanted, generation, and answers 400 to more;
-- holds them to `ifGenerationMatch`, each its own and the destination's, 0 being none, and answers 412;
-- gives a composed object a CRC-32C, no MD5, and the number of components that its sources have in all;
-- replaces a destination, which may be among the sources.
+- accepts 1 to 32 objects of one bucket, by name and optional generation, and answers 400 to more objects;
+- checks `ifGenerationMatch` of each source and of the destination (0 means no object), and answers 412;
+- gives a composed object a CRC-32C, no MD5, and the total number of components of its sources;
+- replaces a destination, which may be one of the sources.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def compose(request: Any, response: Any, storage: Any, *_: Any, **__: Any) -> No
         "size": str(len(data)),
         "contentType": request.data.get("destination", {}).get("contentType"),
         "crc32c": crc32c,
-        # The emulator looks for it when the object is read.
+        # The emulator reads this key when it serves the object.
         "md5Hash": None,
         "etag": generation,
         "componentCount": components,
@@ -89,7 +89,7 @@ def _refuse(response: Any, status: HTTPStatus, message: str) -> None:
 
 
 def main() -> None:
-    # Before the server makes its table of handlers.
+    # This must happen before the server builds its table of handlers.
     objects.compose = compose
     from gcp_storage_emulator.server import create_server
 

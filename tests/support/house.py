@@ -1,4 +1,4 @@
-"""Who imports whom in the product, read from the source: imports anywhere in a file, and modules named in text."""
+"""The imports of the product, read from its source: imports anywhere in a file, and modules named in strings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "jax_impl", "torch_impl")
+_IMPORT = re.compile(rf"from ((?:{'|'.join(PACKAGES)})(?:\.\w+)*) import ([\w, ]+)")
 _DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+")
 
 
 @functools.cache
 def files() -> Mapping[str, Path]:
-    """By dotted name, the file of each module of the product."""
+    """The file of each module of the product, by dotted name."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in PACKAGES
@@ -30,10 +31,10 @@ def tree_of(module: str) -> ast.Module:
 
 @functools.cache
 def imports() -> Mapping[str, frozenset[str]]:
-    """By module, the modules that it imports anywhere, also for type checking.
+    """For each module, the modules that it imports anywhere, also for type checking.
 
-    A name that a package takes from one of its modules counts for that module. Text that is a module's name counts as
-    an import, since ``importlib`` and ``python -m`` get such text.
+    If a package re-exports a name from one of its modules, an import of the name counts for that module. A string that
+    equals a module's name counts as an import, because ``importlib`` and ``python -m`` use such strings.
     """
     return {module: frozenset(_imported(module)) - {module} for module in files()}
 
@@ -45,7 +46,7 @@ def _imported(module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module in files():
             yield from (_home(node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            # Packages are named for the data files that they hold.
+            # A string may name a package for its data files, so packages do not count.
             if node.value in files() and files()[node.value].name != "__init__.py":
                 yield node.value
         elif isinstance(node, ast.Call):
@@ -53,7 +54,7 @@ def _imported(module: str) -> Iterator[str]:
 
 
 def _home(module: str, name: str) -> str:
-    """The module where ``name`` of a package is from."""
+    """The module that defines ``name`` of a package."""
     if f"{module}.{name}" in files():
         return f"{module}.{name}"
     if files()[module].name == "__init__.py":
@@ -78,7 +79,7 @@ def _parts_of_runtimes(call: ast.Call) -> Iterator[str]:
 
 
 def missing_modules(module: str) -> list[str]:
-    """Modules of the product that text of ``module`` names, alone or before one attribute, and that do not exist."""
+    """Modules of the product that do not exist, but that strings of ``module`` name, alone or with one attribute."""
     named: list[str] = []
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
@@ -90,13 +91,37 @@ def missing_modules(module: str) -> list[str]:
     return [name for name in named if name not in files()]
 
 
+def missing_names_in_programs(path: Path) -> list[str]:
+    """Lines ``from a.module import names`` in a file's text, such as a test's programs, whose names do not exist."""
+    texts = (
+        node.value
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " import " in node.value
+    )
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return [
+        match[0] for line in lines if (match := _IMPORT.fullmatch(line)) and not _exists(match[1], match[2])
+    ]
+
+
+def _exists(module: str, names: str) -> bool:
+    if module not in files():
+        return False
+    # A name that is written in the module: whether it is bound there is seen where the program runs.
+    source = files()[module].read_text(encoding="utf-8")
+    return all(
+        re.search(rf"\b{re.escape(name)}\b", source) or f"{module}.{name}" in files()
+        for name in re.findall(r"(\w+)(?: as \w+)?(?:,|$)", names)
+    )
+
+
 def rooms() -> list[str]:
-    """Packages, by dotted name, and "" for the house."""
+    """Dotted names of all packages, and "" for the whole product."""
     return ["", *(module for module, path in files().items() if path.name == "__init__.py")]
 
 
 def arrows(room: str) -> dict[str, dict[str, list[str]]]:
-    """By child of ``room``, a module or a room, the children that it imports, each with the imports."""
+    """For each child of ``room`` (a module or a package), the children that it imports, with these imports as text."""
     by_child: dict[str, dict[str, list[str]]] = {}
     for module, others in imports().items():
         child = _child(room, module)
@@ -112,7 +137,7 @@ def arrows(room: str) -> dict[str, dict[str, list[str]]]:
 
 def _child(room: str, module: str) -> str | None:
     if not room:
-        # `bridge` has the lowest floor and the highest.
+        # `bridge` holds both the lowest floor (`bridge.core`) and the highest.
         return "bridge.core" if _within(module, "bridge.core") else module.partition(".")[0]
     if not module.startswith(room + "."):
         return None
@@ -124,7 +149,7 @@ def _within(module: str, room: str) -> bool:
 
 
 def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
-    """Sets of nodes that reach each other, by Tarjan's algorithm."""
+    """Sets of nodes that reach each other (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -168,7 +193,7 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters that a caller gives."""
+    """Number of parameters without ``self`` and ``cls``."""
     arguments = function.args
     names = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))

@@ -1,10 +1,10 @@
-"""Whether what the Makefile installs can be installed from nothing: ``python -m tests.support.installs [WORDS]``.
+"""Check that every installation of the Makefile resolves: ``python -m tests.support.installs [WORDS]``.
 
-uv resolves each installation for the Python of its end, and installs nothing. WORDS choose those whose names have one
-of them. Each line tells the seconds that its installation took. The script fetches uv where uv is not on the path.
+uv resolves each installation for the Python of its end and installs nothing. WORDS choose installations whose names
+contain one of them. Each line shows the seconds of its resolution. If uv is not on the path, the script downloads it.
 
-pip itself takes minutes for each installation, since pip downloads whole wheels where an index has no metadata files.
-uv reads the metadata from the ends of wheels, and so needs seconds.
+pip takes minutes for each installation, because it downloads whole wheels if an index has no metadata files. uv reads
+the metadata at the ends of wheels and needs seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 
 
 LIMIT_S = 300
-"""Seconds after which an installation counts as failed: uv took 0 to 80 on two busy cores."""
+"""An installation fails after this many seconds. uv took 0 to 80 s on two busy cores."""
 
 
 class Install(NamedTuple):
-    """One call of ``pip install`` of the Makefile or of ``versions.py``.
+    """One call of ``pip install`` in the Makefile or in ``versions.py``.
 
-    end: of the versions, whose Python it is for. requirements: as pip takes them. options: of the resolution.
+    end: the end of the versions, which decides the Python. requirements: in pip's syntax. options: for the resolution.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Install(NamedTuple):
 
 
 def installs(scratch: Path) -> Iterator[Install]:
-    """Every installation of a make target, and every extra by itself, at each end of the versions.
+    """Every installation of a make target, and every extra alone, at each end of the versions.
 
-    scratch: folder for the constraints that the Makefile derives for torchtune.
+    scratch: a folder for the constraints that the Makefile derives for torchtune.
     """
     pinned = ("-c", "constraints.txt")
     yield Install("make relay, make test", "low", (".[all,dev]",), pinned)
@@ -65,7 +65,7 @@ def installs(scratch: Path) -> Iterator[Install]:
         constraints = tuple(versions.INSTALL[end]) if "-c" in versions.INSTALL[end] else ()
         yield Install(f"make test-versions: {end}", end, (".[all,test]",), constraints)
         for extra in EXTRAS:
-            # These two are read, not installed: they need packages that only GPUs can use.
+            # Tests read these two without their dependencies, which only GPUs can use.
             if extra in ("torchtune", "program-sources"):
                 yield Install(f"extra {extra}: {end}", end, tuple(EXTRAS[extra]), ("--no-deps",))
             else:
@@ -73,7 +73,7 @@ def installs(scratch: Path) -> Iterator[Install]:
 
 
 def fetch_uv(scratch: Path) -> str:
-    """The path of uv: the installed one, or one in ``scratch``."""
+    """The path of uv: the installed uv, or a download in ``scratch``."""
     if installed := shutil.which("uv"):
         return installed
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(scratch), "uv"], check=True)
@@ -81,9 +81,9 @@ def fetch_uv(scratch: Path) -> str:
 
 
 def resolve(uv: str, install: Install) -> str:
-    """The error of uv, or nothing."""
+    """uv's error, or an empty string."""
     command = [uv, "pip", "compile", "-q", "-", "--python-version", versions.PYTHONS[install.end]]
-    # A user's or a machine's settings may hold packages back.
+    # Settings of the user or the machine could hide packages.
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))}
     try:
         done = subprocess.run(
@@ -102,7 +102,7 @@ def resolve(uv: str, install: Install) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Resolve the installations one after the other; 1 when any fails."""
+    """Resolve the installations one after another. Returns 1 if any fails."""
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -121,6 +121,6 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.support.installs", description=__doc__)
     parser.add_argument(
-        "words", nargs="*", help="parts of names of installations; all installations without any"
+        "words", nargs="*", help="parts of names of installations; default: all installations"
     )
     sys.exit(main(parser.parse_args().words))

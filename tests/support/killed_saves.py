@@ -1,7 +1,7 @@
-"""Runs that save asynchronously and are killed at chosen instants: a process that is forked from, and what must hold.
+"""Kill runs during asynchronous saves at chosen moments, and check what must still hold.
 
-Importing a framework takes seconds and a run takes tenths, so a ``Zygote`` imports once and forks each run's processes.
-An instant is the n-th operation on files of a process, in whichever thread, and some milliseconds after it.
+The import of a framework takes seconds and a run takes tenths of a second, so a ``Zygote`` imports once and forks the
+processes of each run. A moment is the n-th file operation of a process in any thread, or some milliseconds later.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ KEPT = 2
 
 
 def serve(run: Callable[[dict[str, Any], int], None], patience: float = 60) -> None:
-    """For each line of JSON, fork ``world`` processes that call ``run(job, rank)``; answer how they ended.
+    """For each line of JSON, fork ``world`` processes that call ``run(job, rank)``, and print how they ended.
 
-    patience: seconds that the others have to end by themselves when one was killed; then they are killed, too.
+    patience: after one process is killed, the others get this many seconds to end; then they are killed, too.
     """
     for line in sys.stdin:
         job = json.loads(line)
@@ -73,7 +73,7 @@ def serve(run: Callable[[dict[str, Any], int], None], patience: float = 60) -> N
 
 
 def _hung(codes: list[Any], job: dict[str, Any], patience: float) -> bool:
-    """Whether a process had to be killed that should have ended by itself."""
+    """Whether a process had to be killed although it should have ended by itself."""
     killed = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
     if patience < 60 and job["victim"] in killed:
         return False
@@ -81,11 +81,11 @@ def _hung(codes: list[Any], job: dict[str, Any], patience: float) -> bool:
 
 
 def _import_as_they_did(log: Path) -> None:
-    """Import what a run imported late, so that those to come find it: of PyTorch alone that takes seconds."""
+    """Import the modules that a run imported late, so that later forks have them. PyTorch's take seconds."""
     for listed in log.glob("modules-*"):
         for name in json.loads(listed.read_text()):
             if name not in sys.modules:
-                # Some are made up, and have no file.
+                # Some modules are synthetic and have no file.
                 with suppress(Exception):
                     importlib.import_module(name)
         listed.unlink()
@@ -128,13 +128,13 @@ def _count_operations(count: itertools.count[int], last: int, delay: float) -> N
 
 
 def acknowledge(job: dict[str, Any], rank: int, step: int) -> None:
-    """This process was told that the step is complete."""
+    """Record that this process learned that the step is complete."""
     with open(Path(job["log"], f"told-{rank}"), "a") as log:
         log.write(f"{step}\n")
 
 
 class Zygote:
-    """The process that runs are forked from: ``module`` is a program that calls ``serve``."""
+    """A process that forks the runs. ``module`` is a program that calls ``serve``."""
 
     def __init__(self, module: str) -> None:
         self._process = subprocess.Popen(
@@ -147,16 +147,16 @@ class Zygote:
         )
 
     def run(self, folder: Path, world: int, victim: int = 0, operation: int = 0, delay: float = 0) -> Ended:
-        """A run that goes on from the latest step in ``folder / "run"``, and may be killed."""
+        """Run from the latest step in ``folder / "run"``, and kill process ``victim`` at ``operation`` (0: never)."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         log = folder / f"log-{len(list(folder.glob('log-*')))}"
         log.mkdir(parents=True)
         job = {"world": world, "victim": victim, "operation": operation, "delay": delay}
-        # Who is left alone must not wait for long; who is not may wait for a slow one.
+        # Survivors of a kill must not wait for long. Without a kill, a process may wait for a slow process.
         job |= {"directory": str(folder / "run"), "log": str(log), "timeout": 5 if operation else 60}
         print(json.dumps(job), file=self._process.stdin, flush=True)
-        # A library may print as well.
+        # Libraries may print lines of their own.
         line = next(line for line in self._process.stdout if line.startswith("codes: "))
         codes, hung = json.loads(line.removeprefix("codes: "))
         return Ended(log, codes, hung)
@@ -173,7 +173,7 @@ class Zygote:
 
 
 class Ended:
-    """How a run's processes ended, and what they were told before."""
+    """How the processes of a run ended, and which steps they knew to be complete."""
 
     def __init__(self, log: Path, codes: list[int], hung: bool) -> None:
         self.log, self.codes, self.hung = log, codes, hung
@@ -198,7 +198,7 @@ def arrays_of(step: Path) -> dict[str, np.ndarray]:
 
 
 class Reference:
-    """An undisturbed run, all of whose steps are known, and how many operations each process needed."""
+    """An undisturbed run: the arrays of all its steps, and the number of file operations of each process."""
 
     def __init__(self, zygote: Zygote, folder: Path, world: int) -> None:
         self.world = world
@@ -214,14 +214,14 @@ class Reference:
             self.steps.setdefault(step, arrays_of(path))
 
     def assert_intact(self, directory: Path) -> list[int]:
-        """Every complete step verifies, and has the bits of the undisturbed run where that kept the step."""
+        """Assert that every complete step verifies and has the bits of the undisturbed run, if kept there."""
         steps = complete_steps(directory)
         for step, (path,) in steps.items():
             report = verify(path)
             assert report.good, (path, report.problems)
             assert report.manifest, path
             arrays = arrays_of(path)
-            # Steps that the undisturbed run removed are compared with each other.
+            # Steps that the undisturbed run removed are compared among killed runs.
             expected = self.steps.setdefault(step, arrays)
             assert arrays.keys() == expected.keys()
             assert all(arrays[name].tobytes() == expected[name].tobytes() for name in expected), path
@@ -231,43 +231,43 @@ class Reference:
 def check_killed(
     zygote: Zygote, reference: Reference, folder: Path, victim: int, operation: int, delay: float
 ) -> bool:
-    """Kill a run; what was committed is intact; the next run goes on and ends as the undisturbed one.
+    """Kill a run. Assert that committed steps are intact, and that the next run continues to the undisturbed end.
 
-    Whether the process was killed before it was through.
+    Returns whether the process was killed before it finished.
     """
     world = reference.world
     ended = zygote.run(folder, world, victim, operation, delay)
     assert not ended.hung, (operation, delay, ended.error)
     killed = ended.codes[victim] == -signal.SIGKILL
     if not killed:
-        # The delay was longer than the rest of the run, or a process was too slow for the short timeout.
+        # The delay exceeded the rest of the run, or a process was too slow for the short timeout.
         assert ended.codes == [0] * world or "expected word from" in ended.error, ended.error
     run = folder / "run"
     steps = reference.assert_intact(run)
-    # Nothing that somebody was told is complete is lost.
+    # No step is lost that a process knew to be complete.
     assert max(steps, default=0) >= ended.told, (steps, ended.told)
     assert len(steps) >= min(KEPT, ended.told), (steps, ended.told)
     again = zygote.run(folder, world)
     assert again.codes == [0] * world, (again.codes, again.hung, again.error)
     kept = reference.assert_intact(run)
     assert kept[-KEPT:] == sorted(reference.steps)[-KEPT:]
-    # Killed after the last step was complete and before older ones were removed: the next run had nothing to save.
+    # If the kill came after the last step and before old steps were removed, the next run has nothing to save.
     assert len(kept) == KEPT or max(steps, default=0) == STEPS, kept
-    # The next run has removed what the killed one left.
+    # The next run has removed the leftovers of the killed run.
     left = [name for name in os.listdir(run) if not re.fullmatch(r"\d+", name)]
     assert not left or max(steps, default=0) == STEPS, left
     return killed
 
 
 def check_instants(zygote: Zygote, references: list[Reference], folder: Path, count: int, seed: int) -> None:
-    """``count`` instants, spread over the runs' operations; half of them some milliseconds after one."""
+    """Check ``count`` moments, spread over the operations of the runs. Half of them are some milliseconds later."""
     rng = random.Random(seed)
     killed = 0
     for k in range(count):
         reference = references[k % len(references)]
         victim = rng.randrange(reference.world)
         last = reference.operations[victim]
-        # One of each part of the run, so that a few instants are spread like many.
+        # Choose one operation from each part of the run, so that few moments are spread like many.
         operation = 1 + int(last * (k // len(references) + rng.random()) / -(-count // len(references)))
         delay = rng.choice([0.0, rng.uniform(0.0, 0.02)])
         killed += check_killed(zygote, reference, folder / str(k), victim, min(operation, last), delay)

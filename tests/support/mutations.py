@@ -1,11 +1,11 @@
-"""Faults that the tests must see: ``python -m tests.support.mutations [--jobs N] [--all] [words]``.
+"""Plant faults that the tests must see: ``python -m tests.support.mutations [--jobs N] [--all] [words]``.
 
-Each mutation replaces one place of a scratch copy of the checkout, and runs the tests beside it until the first fails:
-those of the fast tier, or with ``--all`` the slow ones too. ``words`` choose mutations whose line contains one of them.
-Prints ``red`` (the tests saw the fault) or ``GREEN`` for each, and ends with 1 where one did not turn red.
+Each mutation changes one place in a scratch copy of the checkout and runs its tests until the first failure: tests of
+the fast tier, and with ``--all`` also slow tests. ``words`` choose mutations whose line contains one of them. Prints
+``red`` (the tests saw the fault) or ``GREEN`` for each mutation, and ends with status 1 if one is not red.
 
-``where`` is a file or a room; the text to replace must be in exactly one place of it, so that files may move inside of
-a room. ``mutations.toml`` lists them: those that the notes of earlier issues name, and others of their kind.
+``mutations.toml`` lists the mutations. ``where`` is a file or a folder. The text to replace must occur exactly once
+there, so files can move inside the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Mutation:
-    """``tests``: paths below ``tests/``, the likeliest first."""
+    """``tests``: paths below ``tests/``, the likeliest to fail first."""
 
     fault: str
     where: str
@@ -48,7 +48,7 @@ MUTATIONS = [
 
 
 def file_of(mutation: Mutation, root: Path) -> Path:
-    """The file to change. ``LookupError`` where the text is not in exactly one place."""
+    """The file to change. Raises ``LookupError`` unless the text occurs exactly once."""
     where = root / mutation.where
     files = [where] if where.is_file() else sorted(where.rglob("*.py"))
     holders = [file for file in files for _ in range(file.read_text().count(mutation.old))]
@@ -58,7 +58,7 @@ def file_of(mutation: Mutation, root: Path) -> Path:
 
 
 def verdict(mutation: Mutation, root: Path, every: bool) -> str:
-    """``red`` with the test that failed first, and passes without the fault; or why not."""
+    """``red`` with the first failing test, if that test passes without the fault; otherwise the reason."""
     try:
         file = file_of(mutation, root)
     except LookupError as error:

@@ -1,4 +1,4 @@
-"""Execute the notebooks from a clean kernel; ``python -m tests.support.notebooks [NAME...]`` stores their outputs.
+"""Execute the notebooks in a clean kernel. ``python -m tests.support.notebooks [NAME...]`` stores their outputs.
 
 The README shows the picture of the relay, ``notebooks/relay.png``. Notebook 01 draws this picture: its execution writes
 the file.
@@ -22,15 +22,16 @@ PICTURE = FOLDER / "relay.png"
 
 
 def execute(path: Path, relay: str = "default") -> nbformat.NotebookNode:
-    """The notebook with fresh outputs; notebook 01 runs the built-in relay of that name.
+    """The notebook with fresh outputs. Notebook 01 runs the built-in relay named ``relay``.
 
-    Raises ``CellExecutionError`` where a cell raises.
+    Raises ``CellExecutionError`` if a cell raises.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
-    with patch.dict(os.environ, TWINSHARD_RELAY=relay):
+    # A stored notebook has no use for a bar that came and went.
+    with patch.dict(os.environ, TWINSHARD_RELAY=relay, TQDM_DISABLE="1"):
         return client.execute()
 
 

@@ -1,9 +1,9 @@
-"""Fast matrices: of the cases of a test marked ``pairwise``, so many that any two values that occur together still do.
+"""Choose the fast cases of tests with many cases, and mark the other cases slow.
 
-Of a test marked ``each_value``, whose cases cost much, so many that each value occurs. Of one marked
-``fast_cases("id", ...)`` the cases with these ids, which see what the others see for less. Of all tests those cases
-that `covered_cases.txt` does not list. ``make test`` runs those cases, ``make test-all`` all of them: the others are
-marked slow.
+A test marked ``pairwise`` keeps enough cases that any two values which occur together still do. A test marked
+``each_value``, whose cases are expensive, keeps enough cases that each value occurs. A test marked
+``fast_cases("id", ...)`` keeps the cases with these ids, which see the same faults for less time. No test keeps the
+cases in `covered_cases.txt`. ``make test`` runs the fast cases, ``make test-all`` runs all cases.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ COVERED = Path(__file__).with_name("covered_cases.txt")
 
 
 def together(row: Sequence[Hashable], strength: int) -> set[Hashable]:
-    """Any ``strength`` values of the row, with their places; all values of a row that has no more."""
+    """Every combination of ``strength`` values of the row, with their positions; all values of a shorter row."""
     return set(itertools.combinations(enumerate(row), min(strength, len(row))))
 
 
 def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
-    """Indices of rows that hold all pairs (or single values, or triples) that any of ``rows`` holds, greedily."""
+    """Indices of few rows that together hold every pair (or value, or triple) of ``rows``, chosen greedily."""
     left = [together(row, strength) for row in rows]
     missing = set().union(*left)
     chosen = []
@@ -36,7 +36,7 @@ def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]
 
 
 def axes(item: pytest.Item) -> list[Hashable]:
-    """The values a test is called with; the fields of a named tuple count as values of their own."""
+    """The parameter values of a case. Each field of a named tuple counts as a value."""
     callspec = getattr(item, "callspec", None)
     values = [] if callspec is None else [callspec.params[name] for name in sorted(callspec.params)]
     flat = itertools.chain.from_iterable(
@@ -46,7 +46,7 @@ def axes(item: pytest.Item) -> list[Hashable]:
 
 
 def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow the cases that a test's ``fast_cases`` does not name; none where some were chosen by hand."""
+    """Mark slow the cases that ``fast_cases`` does not name, unless some cases of the test were chosen by hand."""
     matrices: dict[tuple[str, tuple[str, ...]], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("fast_cases"):
@@ -59,12 +59,12 @@ def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def covered_cases() -> frozenset[str]:
-    """Node ids of cases that cheaper ones stand for: `tests/support/mutants/covered.py` has chosen them."""
+    """Node ids of cases that cheaper cases cover, as chosen by `tests/support/mutants/covered.py`."""
     return frozenset(COVERED.read_text(encoding="utf-8").splitlines())
 
 
 def mark_covered_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow the cases of ``covered_cases``; none of a test of which others were not chosen by hand."""
+    """Mark slow the cases of ``covered_cases``, but never all cases of a test."""
     covered, tests = covered_cases(), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
@@ -76,7 +76,7 @@ def mark_covered_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow what each test with one of the three marks can do without."""
+    """Mark slow the cases that a test with one of the three marks can skip."""
     mark_unnamed_slow(items)
     matrices: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:

@@ -1,4 +1,4 @@
-"""The memory of the process that asks, from Linux's /proc; for programs that tests start on their own."""
+"""Memory of the current process from Linux's /proc, for programs that tests start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Self
 def status_bytes(field: str) -> int:
     """A field of /proc/self/status in bytes: VmRSS, RssAnon, or VmHWM (the peak of VmRSS).
 
-    Not getrusage, whose maximum starts from that of the process which started this one.
+    getrusage would not do: its maximum starts at the maximum of the parent process.
     """
     with open("/proc/self/status") as status:
         return int(next(line for line in status if line.startswith(field)).split()[1]) * 1024
 
 
 class AnonymousPeak:
-    """The largest RssAnon (no file pages) while the block runs, sampled every two milliseconds.
+    """The largest RssAnon (no file pages) during the block, sampled every two milliseconds.
 
-    ``above`` is what the peak so far exceeds the start by, in bytes.
+    ``above`` is the peak so far minus the value at the start, in bytes.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Processes that tests start."""
+"""The environment of processes that tests start."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def importing_from(*roots: Path) -> dict[str, str]:
-    """The environment of this process, in which Python imports from ``roots`` first.
+    """The environment of this process, with ``roots`` first on Python's import path.
 
-    What PYTHONPATH has already stays: the packages that tests need may be there alone.
+    The current PYTHONPATH stays, because it may be the only path to packages that tests need.
     """
     path = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

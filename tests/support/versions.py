@@ -1,9 +1,9 @@
-"""Run both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python versions.py low new``.
+"""Test both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python versions.py low new``.
 
-Each end gets an environment of its own, ``.venv-low`` or ``.venv-new``, and runs there the tests of ``SLICE``, the
-relay's ``quick`` configuration and a conversion. This script itself needs the standard library only.
+Each end has its own environment, ``.venv-low`` or ``.venv-new``. The script runs there the tests of ``SLICE``, the
+``quick`` relay and a conversion. The script itself needs only the standard library.
 
-``python versions.py --interpreter maxtext`` prints the interpreter for another environment, see the Makefile.
+``python versions.py --interpreter maxtext`` prints the interpreter for another environment of the Makefile.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"low": "3.11", "new": "3.14", "maxtext": "3.12"}
-# Pins of the lowest end; newest means newest at every run, also of what is installed already.
+# The low end is pinned. The new end upgrades every package at every run.
 INSTALL = {"low": ["-c", "constraints-lowest.txt"], "new": ["--upgrade", "--upgrade-strategy", "eager"]}
 SHOWN = ("torch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tensorstore")
-# What touches other packages most, in about seven minutes on two cores.
+# The tests that touch other packages most. They take about seven minutes on two cores.
 SLICE = (
     # DTensor: dispatch of operators, optimizers of torch.optim, state dicts of torch.distributed.checkpoint.
     "tests/torch_impl/dtensor/test_tensor.py",
@@ -32,7 +32,7 @@ SLICE = (
     "tests/torch_impl/runtime/test_programs.py",
     "tests/torch_impl/runtime/test_compile.py",
     "tests/torch_impl/runtime/test_composition.py",
-    # Beside FSDP2, whose abilities grow from version to version.
+    # Comparison with FSDP2, which changes from version to version.
     "tests/torch_impl/test_against_fsdp2.py",
     "tests/torch_impl/parallel/test_modules.py",
     # jaxprs (scans, loops, remat), nnx, linen, the text of compiled programs.
@@ -44,25 +44,25 @@ SLICE = (
     # Names of operations, in jaxprs and in compiled programs.
     "tests/jax_impl/runtime/test_derived.py",
     "tests/jax_impl/diagnostics/test_scopes.py",
-    # Orbax and DCP, read and written by their own libraries and by ours.
+    # Orbax and DCP checkpoints, read and written by their own libraries and by ours.
     "tests/jax_impl/checkpoint/test_checkpoint.py",
     "tests/formats/orbax/test_writer.py",
     "tests/formats/dcp/test_pickle_fast.py",
     "tests/checkpoints/test_convert_runtimes.py",
     # AdamW's bits are XLA's.
     "tests/parity/test_jax_adamw.py",
-    # Float8: formats, casts, and the kernels that a torch has.
+    # Float8: formats, casts, and the kernels of each torch version.
     "tests/parity/test_jax_moments.py",
     "tests/torch_impl/runtime/test_float8_products.py",
     "tests/jax_impl/runtime/test_float8.py",
-    # Saves behind steps: threads of DCP's and Orbax's.
+    # Asynchronous saves, with threads of DCP and Orbax.
     "tests/torch_impl/checkpoint/test_async.py",
     "tests/jax_impl/checkpoint/test_async.py",
 )
 
 
 def main(ends: list[str]) -> int:
-    """Run the ends one after the other; 1 when any fails, and the name of what failed on stderr."""
+    """Run the ends one after another. Prints the name of each failed step on stderr; returns 1 if any step failed."""
     if ends[:1] == ["--interpreter"]:
         print(interpreter(ends[1]))
         return 0
@@ -73,7 +73,7 @@ def main(ends: list[str]) -> int:
 
 
 def run(end: str) -> Iterator[str]:
-    """Build the environment of an end and run all steps in it; yields those that fail."""
+    """Build the environment of an end and run all steps in it. Yields the failed steps."""
     folder = ROOT / f".venv-{end}"
     python, started = folder / "bin" / "python", time.monotonic()
     if not python.exists():
@@ -109,19 +109,20 @@ def call(*command: object) -> int:
 
 
 def interpreter(end: str) -> str:
-    """The command of ``PYTHON_LOW``, ``PYTHON_NEW`` or ``PYTHON_MAXTEXT``, or the first of the usual places that runs.
+    """The interpreter from ``PYTHON_LOW``, ``PYTHON_NEW`` or ``PYTHON_MAXTEXT``, or the first usual interpreter that
+    runs.
 
-    Raises SystemExit when there is none.
+    Raises SystemExit if no interpreter runs.
     """
     version, variable = PYTHONS[end], f"PYTHON_{end.upper()}"
     chosen = os.environ.get(variable)
     tried = [chosen] if chosen else list(_candidates(version))
     for command in tried:
-        # pyenv's shims are found, and then fail for versions that are not chosen.
+        # pyenv's shims exist, but fail for versions that are not selected.
         if _runs(command, None if chosen else version):
             return command
     raise SystemExit(
-        f"Python {version}: expected an interpreter that runs, found none among {', '.join(tried)}; name one by "
+        f"Python {version}: expected an interpreter that runs, found none among {', '.join(tried)}; set "
         f"{variable}=/path/to/python{version}"
     )
 

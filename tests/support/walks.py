@@ -1,13 +1,13 @@
-"""How far a reader walks: files, functions and returns of five paths through the running code.
+"""Measure how far a reader walks: files, functions and returns on five paths through the running code.
 
     python -m tests.support.walks [WALK ...]
 
                 files       files of the product with a function that runs
                 functions   functions of the product that run, each counted once
-                returns     times that the path enters a file, from another one, that it has left before
+                returns     times that the path comes back to a file that it left before
 
-Only functions of `bridge`, `torch_impl` and `jax_impl` count, in all threads. What runs before a walk, such as imports
-and sharding a model, does not.
+Only functions of `bridge`, `torch_impl` and `jax_impl` count, in all threads. Work before a walk, such as imports and
+the sharding of a model, does not count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Walk:
 
 @contextmanager
 def walked(name: str, verbose: bool) -> Iterator[None]:
-    """Print what the block's calls walk through."""
+    """Print the files, functions and returns of the calls in the block."""
     walk = Walk()
     threading.setprofile(walk.step)
     sys.setprofile(walk.step)
@@ -62,7 +62,7 @@ def walked(name: str, verbose: bool) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # None is documented for sys.setprofile, and does here too
+        threading.setprofile(None)  # type: ignore[arg-type]  # documented for sys.setprofile only, works here too
     print(f"{name:28}{walk}", flush=True)
     if verbose:
         print(*(f"    {Path(file).relative_to(ROOT)}" for file in walk.files), sep="\n", flush=True)
@@ -89,7 +89,7 @@ def torch_training(walked: Walked) -> None:
         for repeat in range(2):
             loss = model(torch.ones(2, 8)).sum()
             if not repeat:
-                # Buffers and hooks are made in the first step.
+                # The first step makes buffers and hooks.
                 loss.backward()
                 optimizer.step()
                 continue
@@ -101,7 +101,7 @@ def torch_training(walked: Walked) -> None:
 
 
 def jax_training(walked: Walked) -> None:
-    """The first step of two units, which traces it, and the next."""
+    """The first step of two units, which traces the step, and the next step."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -140,7 +140,7 @@ def conversion(walked: Walked) -> None:
 
     from bridge import convert, create_checkpoint
 
-    # What reads and writes a format is imported when it is first needed, which would count as a walk through its file.
+    # Readers and writers of formats are imported at their first use, which would count as a walk through their files.
     from bridge.core.formats.dcp import reader  # noqa: F401
     from bridge.core.formats.orbax import writer as orbax_writer  # noqa: F401
 
@@ -155,7 +155,7 @@ def conversion(walked: Walked) -> None:
 
 
 def parity_of_two(walked: Walked) -> None:
-    """An MLP in both frameworks, to the report."""
+    """Comparison of an MLP in both frameworks, up to the report."""
     import numpy as np
     import torch
     from flax import nnx
@@ -189,7 +189,7 @@ def parity_of_two(walked: Walked) -> None:
 
 
 def planned(walked: Walked) -> None:
-    """A shipped model, twice."""
+    """The plan of a shipped model, made twice."""
     from bridge.planning import Workload, load_policy, make_plan, resolve_models
 
     model, policy = resolve_models("llama3-8b", ["torch"])["torch"], load_policy("fsdp")
@@ -216,10 +216,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("walk", nargs="*", help=f"of {', '.join(WALKS)}; all by default")
-    parser.add_argument(
-        "--files", action="store_true", help="name the files, in the order in which they are entered"
-    )
+    parser.add_argument("walk", nargs="*", help=f"any of {', '.join(WALKS)}; default: all")
+    parser.add_argument("--files", action="store_true", help="list the files in order of entry")
     arguments = parser.parse_args()
     for name in arguments.walk or WALKS:
         WALKS[name](lambda title: walked(title, arguments.files))

@@ -115,7 +115,7 @@ CPU_SECONDS_PER_GB: Final = 0.8
 """Reading, checking, writing and its checksums, of one core, where elements lie in the source as they are written."""
 
 REARRANGED_CPU_SECONDS_PER_GB: Final = 3.5
-"""The same for elements that are transposed, cast or calculated; both as `tests/bench/README.md` has them."""
+"""The same for elements that are transposed, cast or calculated; `docs/measured/convert.md` has both measurements."""
 
 BANDWIDTH: Final = 1.25
 """Default GB/s between one machine and its storage, each way: 10 Gbit/s."""

@@ -11,14 +11,15 @@ import numpy as np
 
 from bridge.core.extras import why_no_pictures
 from bridge.core.text import first_lines
+from bridge.core.views import Viewed
 from bridge.parity.curves.series import MetricsError
 from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
 
 
-@dataclass(frozen=True, eq=False)
-class CurvesReport:
+@dataclass(frozen=True, eq=False, repr=False)
+class CurvesReport(Viewed):
     """Whether runs ``a`` and ``b`` are one experiment, as far as ``metric`` shows.
 
     ``steps``: how many were compared, from ``first_step`` to ``last_step``. ``departures``: in order of their steps;

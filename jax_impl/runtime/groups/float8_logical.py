@@ -39,6 +39,8 @@ class Float8LogicalGroup(Float8Levels, LogicalGroup):
         return self._moved(held, self.strategy.parameters) if sends else held
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        # As in LogicalGroup.gather: what holds the gather stays before the gather.
+        sources = self._moved(sources, self.strategy.parameters, one_layer=True)
         return self._moved(sources, 0, one_layer=True)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -13,6 +13,7 @@ from bridge.core.sharding.layout import group_report
 from bridge.core.sharding.policy import float8
 from bridge.core.sharding.policy.recompute import Recompute
 from bridge.core.text import first_of, table_lines
+from bridge.core.views import Viewed
 from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
 
@@ -59,8 +60,8 @@ class UnitReport:
     groups: tuple[GroupReport, ...]
 
 
-@dataclass(frozen=True)
-class LayoutReport:
+@dataclass(frozen=True, repr=False)
+class LayoutReport(Viewed):
     """All units of a plan, in the order of the model, the root last. ``str`` is a table."""
 
     engine: str

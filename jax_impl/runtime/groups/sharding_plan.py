@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.callers import warn_caller
 from bridge.core.sharding import Layout, Strategy
 from bridge.core.sharding.policy.recompute import Recompute
+from bridge.core.views import Viewed
 from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, data_spec, is_simulated
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
@@ -81,7 +82,7 @@ class ParamInfo:
 
 
 @dataclass(frozen=True, repr=False)
-class ShardingPlan:
+class ShardingPlan(Viewed):
     """How one model is sharded over one mesh; made by ``fully_shard``, holds no parameters. ``print`` shows a table.
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
@@ -97,8 +98,9 @@ class ShardingPlan:
     given_variables: Mapping[str, jax.Array] | None = field(default=None, compare=False, repr=False)
     prefetch: int = 0
 
-    def __repr__(self) -> str:
-        return f"<ShardingPlan: {layout_report(self).summary()}>"
+    def summary(self) -> str:
+        """One line."""
+        return layout_report(self).summary()
 
     def __str__(self) -> str:
         return layout_report(self).render(merge=True)

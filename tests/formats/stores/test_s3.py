@@ -167,8 +167,8 @@ CONVERT = """
 import sys
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats.files import record
-from bridge.core.formats.stores import parts, upload
-upload.PART, record.SYNC_BYTES, parts.PAUSE = 5 << 20, 6 << 20, 0.01
+from bridge.core.formats.stores import numbered_parts, upload
+upload.PART, record.SYNC_BYTES, numbered_parts.PAUSE = 5 << 20, 6 << 20, 0.01
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], resume=sys.argv[4] == "resume", workers=2)
 """
 

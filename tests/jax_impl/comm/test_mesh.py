@@ -189,16 +189,21 @@ def in_fresh_process(code):
 
 
 @pytest.mark.slow
-def test_whether_the_backend_runs_is_known_without_starting_it():
+def test_simulate_devices_sets_flags_before_jax_runs_and_refuses_a_running_jax():
     result = in_fresh_process(
         """
-        import jax
-        import jax_impl
-        from jax_impl.comm.mesh import _backend_runs
-        assert not _backend_runs()
-        assert not _backend_runs()
-        jax.devices()
-        assert _backend_runs()
+        import os, jax, jax_impl
+        jax_impl.simulate_devices(3)
+        assert len(jax.devices()) == 3
+        flags = os.environ["XLA_FLAGS"]
+        jax_impl.simulate_devices(2)
+        assert os.environ["XLA_FLAGS"] == flags
+        try:
+            jax_impl.simulate_devices(4)
+        except ValueError as error:
+            assert "runs with 3 CPU devices" in str(error), error
+        else:
+            raise AssertionError("4 devices of a JAX that runs with 3")
         """
     )
     assert result.returncode == 0, result.stderr[-2000:]

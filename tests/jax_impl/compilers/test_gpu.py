@@ -163,7 +163,7 @@ IN_ROOT = wrong(
         large("h100:64", "shard_map", SLOW, recompute=True),
         large("h100:64", "shard_map", SLOW, stacked=True, recompute=True),
         large("h100:64", "pjit", SLOW, recompute=True),
-        large("h100:64", "pjit", SLOW, IN_ROOT, stacked=True, recompute=True),
+        large("h100:64", "pjit", SLOW, stacked=True, recompute=True),
         large("h100:8", "shard_map", SLOW, stacked=True),
         *(
             large("h100:8", engine, SLOW, IN_ROOT, stacked=True, recompute=True)
@@ -188,22 +188,31 @@ def test_a_step_needs_no_more_memory_than_one_by_hand(gpu: Compile, setting: Set
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_plan_knows_the_memory_of_prefetch(gpu: Compile, tmp_path: Path, recompute: bool):
-    sizes = tmp_path / "sizes.toml"
-    sizes.write_text("[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES["1024"].items()))
-    (model,) = resolve_models(f"decoder:{sizes}", ["jax"]).values()
-    units = (UnitPolicy("layers.*", recompute=recompute), UnitPolicy(""))
-    planned, compiled = [], []
-    for prefetch in (0, 1):
-        plan = make_plan(model, ShardingPolicy(units, prefetch=prefetch), 64, "jax", Workload(1, 64))
-        # Main weights are arguments of the program, and it has no moments.
-        planned.append(plan.peak.total - plan.at_rest.main_weights.allocated - plan.at_rest.moments.allocated)
-        setting = Setting(
-            "h100:64", "shard_map", "1024", rows=1, length=64, recompute=recompute, prefetch=prefetch
-        )
-        compiled.append(gpu(setting).temporary)
+    def planned_and_compiled(size: str) -> tuple[list[int], list[int]]:
+        """Bytes of a step without and with prefetch."""
+        sizes = tmp_path / "sizes.toml"
+        sizes.write_text("[model]\n" + "".join(f"{key} = {value}\n" for key, value in SIZES[size].items()))
+        (model,) = resolve_models(f"decoder:{sizes}", ["jax"]).values()
+        units = (UnitPolicy("layers.*", recompute=recompute), UnitPolicy(""))
+        planned, compiled = [], []
+        for prefetch in (0, 1):
+            plan = make_plan(model, ShardingPolicy(units, prefetch=prefetch), 64, "jax", Workload(1, 64))
+            # Main weights are arguments of the program, and it has no moments.
+            at_rest = plan.at_rest.main_weights.allocated + plan.at_rest.moments.allocated
+            planned.append(plan.peak.total - at_rest)
+            setting = Setting(
+                "h100:64", "shard_map", size, rows=1, length=64, recompute=recompute, prefetch=prefetch
+            )
+            compiled.append(gpu(setting).temporary)
+        return planned, compiled
+
+    # With large tables the peak is the reduction of their gradients, with and without prefetch.
+    planned, compiled = planned_and_compiled("1024")
     assert planned == pytest.approx(compiled, rel=0.10)
-    # Else a plan that knew nothing of prefetch would agree, too.
-    assert compiled[1] > 1.15 * compiled[0]
+    # With small tables the peak is in the layers, where XLA adds cuBLAS's workspace of 34 MB.
+    # The difference that is planned is an upper bound.
+    planned, compiled = planned_and_compiled("1024x6")
+    assert 0 < compiled[1] - compiled[0] <= planned[1] - planned[0]
 
 
 @pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")

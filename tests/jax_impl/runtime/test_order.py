@@ -45,12 +45,20 @@ def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
 
 
 def traced(monkeypatch: Any, **options: Any) -> Any:
+    function, weights, rows = gradients(monkeypatch, **options)
+    return jax.make_jaxpr(function)(weights, rows)
+
+
+def gradients(monkeypatch: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The function of a step's gradients, and the shapes of its arguments."""
     monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = plan_sharding(nnx.eval_shape(chain), data_parallel_mesh(4), **options)
-    weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
+    weights = {
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
+        for key, array in plan.arrays.items()
+    }
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-    function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
-    return jax.make_jaxpr(function)(weights, rows)
+    return make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2)), weights, rows
 
 
 def parts(program_steps: list[Step], recompute: bool = False) -> dict[str, list[Any]]:
@@ -117,6 +125,16 @@ def test_without_prefetch_nothing_runs_beside_a_transfer(monkeypatch, recompute)
         assert waits(by_role["gathers"][k], by_role["products"][k - 1])
         assert all(waits(by_role["again"][k - 1], step) for step in by_role["backward"][k])
         assert waits(by_role["again"][k - 1], by_role["reductions"][k])
+
+
+@pytest.mark.parametrize(("gather_dtype", "whole"), [(None, "f32[8,8]"), ("mxfp8", "u8[8,8]")])
+def test_the_choice_that_holds_a_gather_is_made_on_shards(monkeypatch, gather_dtype, whole):
+    function, weights, rows = gradients(monkeypatch, engine="pjit", prefetch=1, gather_dtype=gather_dtype)
+    text = jax.jit(function).lower(weights, rows).compile().as_text()
+    held = [line for line in text.splitlines() if " select(" in line and "/gather/" in line]
+    assert len(held) >= 2 * LAYERS
+    # A choice between whole weights follows their gather: it holds nothing, and its result is a copy of them.
+    assert [line for line in held if whole in line] == []
 
 
 def test_other_values_of_prefetch_are_refused():

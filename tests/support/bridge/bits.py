@@ -1,4 +1,4 @@
-"""Arrays of random bits, and equality of arrays and of checkpoints to the bit."""
+"""Arrays of random bits, and bitwise equality of arrays and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bridge.core.formats import open_checkpoint
 
 
 def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
-    """Random bit patterns: NaNs of many payloads, infinities, denormals and both zeros among them."""
+    """Random bit patterns, including NaNs of many payloads, infinities, denormals and both zeros."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, size=int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     if dtype == np.bool_:
@@ -19,7 +19,7 @@ def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarra
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether shape, dtype and every bit agree."""
+    """Whether shape, dtype and every bit are equal."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 

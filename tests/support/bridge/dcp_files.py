@@ -1,4 +1,4 @@
-"""Genuine DCP checkpoints by stock PyTorch, and tensors as bits."""
+"""Genuine DCP checkpoints of stock PyTorch, and tensors as bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bridge.core.formats.tensors.base import DTYPES
 
 def stock_save(state: dict[str, Any], path: Path, writer: dcp.StorageWriter | None = None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it saves in a single process
+        warnings.simplefilter("ignore")  # torch warns about a save in a single process
         dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
 
 
@@ -32,7 +32,7 @@ def stock_load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def stock_load_all(path: Path, scratch: Path) -> dict[str, Any]:
-    """The whole checkpoint as the nested dict that stock PyTorch rebuilds from it."""
+    """The whole checkpoint as the nested dict that stock PyTorch reads."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with warnings.catch_warnings():
@@ -50,7 +50,7 @@ def stock_archive(value: object) -> bytes:
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """The same bits as a tensor."""
     dtype = getattr(torch, array.dtype.name)
-    if not array.size:  # a view of no bytes has no stride to go by
+    if not array.size:  # a view without bytes has no usable stride
         return torch.empty(array.shape, dtype=dtype)
     return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy()).view(dtype).reshape(array.shape)
 

@@ -1,4 +1,4 @@
-"""The DCP and the Orbax tree of a small decoder as arrays, made without the mapping."""
+"""The DCP tree and the Orbax tree of a small decoder as arrays, made without the mapping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def torch_shapes(*, tied: bool = False) -> dict[str, tuple[int, ...]]:
 
 
 def dcp_arrays(*, tied: bool = False, step: int = 40, moments: bool = True) -> dict[str, np.ndarray]:
-    """A whole DCP checkpoint of the small decoder; every tensor has other values."""
+    """A whole DCP checkpoint of the small decoder. Every tensor has different values."""
     arrays: dict[str, np.ndarray] = {}
     float32 = np.dtype(np.float32)
     for k, (name, shape) in enumerate(torch_shapes(tied=tied).items()):

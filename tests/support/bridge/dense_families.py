@@ -1,7 +1,7 @@
-"""Small random dense decoders of transformers, and the same weights in the tree of their family, written out by hand.
+"""Small random dense decoders of transformers, and the same weights in the tree of their family, written by hand.
 
-Nothing here uses the mapping language. Fused projections are taken apart by the class's own way of doing so, with a
-kernel's columns in place of tokens, or as its forward has it.
+Nothing here uses the mapping language. Fused projections are split by the class's own method, with a kernel's columns
+in place of tokens, or as in its forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEW = _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", _PLAIN | {"head_dim": 10, "sliding_window": 5}),
     "mistral-without-window": ("Mistral", _PLAIN | {"sliding_window": None, "rope_parameters": LLAMA3_ROPE}),
-    # Its own rotary positions, which need fields of their own.
+    # The class has its own rotary positions, which need extra fields.
     "mistral-ministral3": ("Ministral3", LLAMA_LIKE | {"head_dim": 10, "eos_token_id": 1}),
     "granite": ("Granite", _GRANITE),
     "granite-biases": ("Granite", _GRANITE | {"attention_bias": True, "mlp_bias": True}),
@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-one-group-in-turn": ("Falcon", _FALCON | {"parallel_attn": False, "bias": True}),
     "falcon-heads-beside-mlp": ("Falcon", _FALCON | {"multi_query": False}),
 }
-"""By name, which begins with the family's: the class without its ending, and its config."""
+"""Class (without its ending) and config, by name. Each name begins with its family."""
 
 
 def family_of(name: str) -> str:
@@ -84,7 +84,7 @@ def dense_config(name: str, **changes: Any) -> transformers.PreTrainedConfig:
 
 
 def dense_model(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A float32 model in which every parameter is random, biases and norms included, and matters to the logits."""
+    """A float32 model whose parameters are all random, including biases and norms, and all affect the logits."""
     stem, config = MODELS[name][0], dense_config(name, **changes)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
@@ -93,7 +93,7 @@ def dense_model(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
 
 
 def randomize(model: torch.nn.Module, seed: int, centre: float = 1.0) -> None:
-    """Random values for every parameter; norms' scales about ``centre``."""
+    """Random values for every parameter. Scales of norms lie around ``centre``."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -184,7 +184,7 @@ def _gpt_neox(model: Any, state: Arrays) -> Named:
         for suffix, leaf in (("weight", "kernel"), ("bias", "bias")):
             fused = state.get(f"{theirs}attention.query_key_value.{suffix}")
             if fused is not None:
-                # As the forward has it: a head's query, key and value side by side.
+                # As in the forward: query, key and value of a head are adjacent.
                 tokens = torch.from_numpy(fused.T.reshape(-1, heads, 3 * (len(fused) // heads // 3)))
                 for part, chunk in zip(_PARTS.values(), tokens.chunk(3, dim=-1), strict=True):
                     array = chunk.numpy()

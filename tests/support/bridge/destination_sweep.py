@@ -1,8 +1,8 @@
-"""Conversions to a disk that becomes full at one point or another, from the first file to the last.
+"""Convert to a disk that becomes full at different points, from the first file to the last.
 
     unshare --mount --map-root-user python -m tests.support.bridge.destination_sweep MOUNT OUTSIDE
 
-mounts a small tmpfs at MOUNT, which nobody else sees, and prints what happened as JSON: by format, a list of cases.
+mounts a private tmpfs at MOUNT, and prints the results as JSON: a list of cases for each format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZE = TENSORS * ROWS * 256 * 4
 PAGE = 4096
 DISK, FILES = 4 << 20, 64
 TARGETS = {"dcp": "a/out", "orbax": "a/out", "safetensors": "a/out", "one file": "out.safetensors"}
-# Nothing is left; the data does not fit; what goes beside the data does not; all of it does.
+# No space; too little for the data; enough for the data but not for the other files; enough for everything.
 LEFT = (0, PAGE, *range(SIZE // 4, SIZE, SIZE // 4), *range(SIZE - 4 * PAGE, SIZE + 12 * PAGE, 2 * PAGE))
 CLI = "from tests.support.bridge.destination_sweep import full_cli; full_cli()"
 
@@ -33,7 +33,7 @@ require_space = conversion.require_space
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The files of a checkpoint, and what lies beside one that is a file."""
+    """The files of a checkpoint. If the checkpoint is a file, also the files next to it."""
     if path.is_dir():
         return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
     return {p.name: p.read_bytes() for p in path.parent.glob(f"{path.name}*") if p.is_file()}
@@ -63,7 +63,7 @@ def full_cli() -> None:
 
 
 class Sweep:
-    """The cases of one format; `old` is what a conversion is to replace."""
+    """The cases of one format. `old` is the checkpoint that a conversion replaces."""
 
     def __init__(self, mount: Path, source: Path, old: Path, format: str) -> None:
         self.mount, self.source, self.old, self.format = mount, source, old, format
@@ -101,7 +101,7 @@ class Sweep:
         return self.outcome(self.run())
 
     def resumed(self, left: int) -> dict[str, Any]:
-        """Over an old checkpoint; then with the space back."""
+        """Convert over an old checkpoint, then again after the space is back."""
         assert command(self.old, self.target, *self.to)["status"] == 0
         before = contents(self.target)
         conversion.require_space = vanishing(self.mount, left)

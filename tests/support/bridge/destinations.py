@@ -1,8 +1,8 @@
-"""Conversions to places that refuse: a disk that is full, or becomes so, one that may not be written.
+"""Convert to destinations that fail: a full disk, a disk that becomes full, a read-only place.
 
     unshare --mount --map-root-user python -m tests.support.bridge.destinations MOUNT OUTSIDE
 
-mounts a small tmpfs at MOUNT, which nobody else sees, and prints what happened as JSON: by format and case.
+mounts a private tmpfs at MOUNT, and prints the results as JSON by format and case.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def digest(path: Path) -> str | None:
 
 
 def command(*arguments: object) -> dict[str, Any]:
-    """What `twinshard convert` does and says."""
+    """Exit status and messages of `twinshard convert`."""
     result = CliRunner().invoke(app, ["convert", *map(str, arguments), "--parents", "--workers", "2"])
     crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
     return {
@@ -68,14 +68,14 @@ def command(*arguments: object) -> dict[str, Any]:
 
 
 def fill(mount: Path, left: int) -> None:
-    """Leave so many bytes of the disk."""
+    """Leave this many bytes free on the disk."""
     free = shutil.disk_usage(mount).free
     with open(mount / "ballast", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, free - left)
 
 
 def vanishing(mount: Path, left: int) -> Callable[[Path, int], None]:
-    """A check of the free space after which somebody else takes it."""
+    """A check of the free space, after which another process takes the space."""
 
     def check(destination: Path, nbytes: int) -> None:
         require_space(destination, nbytes)
@@ -88,7 +88,7 @@ require_space = conversion.require_space
 
 
 def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
-    """Too little space from the beginning, and space that vanishes: fresh, over an old checkpoint, resumed."""
+    """Too little space from the start, and space that vanishes: fresh, over an old checkpoint, resumed."""
     old, new, target = outside / "old", outside / "new", mount / "out"
     outcomes: dict[str, Any] = {"new": digest(new)}
 
@@ -100,7 +100,7 @@ def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     outcomes["vanished"] = command(new, target, "--to", format) | {"there": names(mount)}
     (mount / "ballast").unlink()
 
-    # A weight is enough for the old one: two whole ones have no space.
+    # The old checkpoint has one weight only, because two whole checkpoints do not fit.
     conversion.require_space = require_space
     command(old, target, "--to", format, "--select", "t1", "--select", "note")
     outcomes["old"] = digest(target)
@@ -121,7 +121,7 @@ def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
 
 
 def refused(mount: Path, outside: Path, format: str) -> dict[str, Any]:
-    """A directory that may not be written to, a read-only file system, a parent that is a file."""
+    """A directory without write permission, a read-only file system, a parent that is a file."""
     new = outside / "new"
     outcomes: dict[str, Any] = {}
     (mount / "private").mkdir(mode=0o555)
@@ -141,7 +141,7 @@ def refused(mount: Path, outside: Path, format: str) -> dict[str, Any]:
 
 
 def without_privileges(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a function returns in a process that has no superuser's rights."""
+    """The result of a function in a process without superuser rights."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:

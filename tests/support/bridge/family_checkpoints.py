@@ -1,4 +1,4 @@
-"""Hugging Face models trained for a step, saved by stock tools, and read back by stock tools after a conversion."""
+"""Hugging Face models trained for a step, saved by stock tools, and read by stock tools after a conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    """One step on random tokens; every parameter has a gradient. Returns the loss before it."""
+    """One step on random tokens, in which every parameter has a gradient. Returns the loss before the update."""
     rows = torch.from_numpy(tokens(2, 20, seed=seed)).long()
     optimizer.zero_grad()
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits
@@ -45,7 +45,7 @@ def trained(
 
 
 def save_dcp(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As training scripts do: the two trees that `get_state_dict` gives, with stock DCP."""
+    """Save the two trees of `get_state_dict` with stock DCP, as training scripts do."""
     weights, optim = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": optim}, checkpoint_id=path, no_dist=True)
 
@@ -53,7 +53,7 @@ def save_dcp(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimize
 def load_dcp(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partial: bool = False
 ) -> None:
-    """Into a model and an optimizer that have made other steps. ``partial``: keep what the checkpoint lacks."""
+    """Load into a model and an optimizer after different steps. ``partial``: keep values that the checkpoint lacks."""
     weights, optim = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": optim}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
@@ -75,7 +75,7 @@ def dcp_tensors(path: Path) -> dict[str, np.ndarray]:
 
 def orbax_tree(path: Path) -> dict[str, Any]:
     """The tree of arrays, read by stock Orbax."""
-    # Here, so that tests of torch_impl import without JAX.
+    # Imported here, so that tests of torch_impl need no JAX.
     import orbax.checkpoint as ocp
 
     return ocp.StandardCheckpointer().restore(path)
@@ -99,7 +99,7 @@ def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer, key: str) 
 
 
 def config_json(model: torch.nn.Module) -> dict[str, Any]:
-    """What ``save_pretrained`` writes as config.json."""
+    """The config.json that ``save_pretrained`` writes."""
     return json.loads(model.config.to_json_string(use_diff=False))
 
 

@@ -1,6 +1,6 @@
-"""Small random models of Hugging Face's classes, and the same weights under our flax names, written out by hand.
+"""Small random models of Hugging Face's classes, and the same weights under our flax names, written by hand.
 
-Nothing here uses the mapping language: it is what the shipped families are compared with.
+Nothing here uses the mapping language, because tests compare the shipped families with these models.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def hf_config(family: str, **changes: Any) -> transformers.PreTrainedConfig:
     """The small config of a family, with ``changes``."""
     name, values = FAMILIES[family]
-    # Some configs write their own defaults into the mappings that they are given.
+    # Some configs write their defaults into the mappings of their caller.
     return getattr(transformers, f"{name}Config")(**copy.deepcopy(values | changes))
 
 
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A float32 model in which every parameter is random, biases and norms included, and matters to the logits."""
+    """A float32 model whose parameters are all random, including biases and norms, and all affect the logits."""
     name = FAMILIES[family][0]
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     config = hf_config(family, **changes)
@@ -115,8 +115,8 @@ def hf_logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 
 
 def flax_model(config: dict[str, Any], weights: dict[str, np.ndarray], **options: Any) -> CausalLM:
-    """Our model of a ``config.json`` with ``{path: array}``, which must be all of its parameters."""
-    # Here, so that tests of torch_impl import without JAX.
+    """Our model of a ``config.json`` with the parameters ``{path: array}``, which must be complete."""
+    # Imported here, so that tests of torch_impl need no JAX.
     from flax import nnx
 
     from jax_impl.models.causal_lm import CausalLM

@@ -1,4 +1,4 @@
-"""Files as readers look at them, and the elements of a stored tensor there."""
+"""Files as readers see them, and the elements of a tensor that is stored there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def viewed(path: Path, data: bytes) -> FileView:
 
 
 def elements(file: FileView, stored: StoredTensor) -> np.ndarray:
-    """All elements of a tensor in the file, in memory of their own."""
+    """All elements of a tensor in the file, as a copy in memory."""
     size = stored.dtype.itemsize
     strides = tuple(step * size for step in stored.strides)
     start = stored.record.start + stored.first * size

@@ -1,9 +1,10 @@
-"""A conversion that is killed before its n-th operation on files, run as a program.
+"""Run a conversion that is killed before its n-th file operation.
 
     python -m tests.support.bridge.killed SRC DST FORMAT N [--resume] [--replace] [--one]
 
-Prints how many operations there were, when N is 0 and nothing is killed. Two threads, whose operations differ by a few
-from run to run as one syncs what the other wrote; with --one there is one, and they are always the same.
+With N = 0 nothing is killed, and the program prints the number of operations. By default two threads run, whose
+operations differ a little from run to run, because one thread syncs the other's writes. With --one there is one thread,
+whose operations are always the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
     from bridge.core.formats import open_checkpoint
     from bridge.core.formats.files import atomic, data_file, record
 
-    # Everything that is imported late, before operations are counted.
+    # Import lazily imported modules before operations are counted.
     with open_checkpoint(source) as reader:
         reader.read(next(iter(reader.tensors)))
     import bridge.core.formats.dcp.writer
@@ -44,7 +45,7 @@ def main() -> None:
     import bridge.core.formats.safetensors.writer  # noqa: F401 (imported for its time only)
 
     record.SYNC_BYTES = 1000
-    # A few small tensors at a time, so that there are moments between them.
+    # Write few small tensors at a time, so that there are operations between them.
     engine.TOGETHER_BYTES = 3000
     data_file._DIRECT_BYTES = data_file.BLOCK
     count = itertools.count(1)

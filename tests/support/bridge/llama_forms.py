@@ -1,7 +1,7 @@
-"""Llama as two other code bases compute it from their own parameters: torchtitan's model, MaxText's tree.
+"""Llama as two other code bases compute it from their own parameters: torchtitan's model, and MaxText's tree.
 
-Both rotate pairs of neighbours ``(x[2 i], x[2 i + 1])``, not the two halves of a head; MaxText leaves out the division
-of scores by ``sqrt(head_dim)``, since its query kernels contain it.
+Both rotate pairs of neighbours ``(x[2 i], x[2 i + 1])`` instead of the two halves of a head. MaxText does not divide
+scores by ``sqrt(head_dim)``, because its query kernels contain this factor.
 """
 
 from __future__ import annotations

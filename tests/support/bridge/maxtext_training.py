@@ -1,11 +1,11 @@
-"""MaxText's own training loop and checkpoint manager, of a small Llama in float32 on the CPU.
+"""Run MaxText's own training loop and checkpoint manager for a small float32 Llama on the CPU.
 
-Runs as a script in MaxText's environment (`make maxtext`)::
+This is a script for MaxText's environment (`make maxtext`)::
 
     .venv-maxtext/bin/python tests/support/bridge/maxtext_training.py FOLDER RUN STEPS
 
-Goes on from FOLDER/RUN/checkpoints, where there are some, to STEPS steps, and saves every second step there. Losses go
-to FOLDER/RUN.jsonl, a line for each step.
+The script continues from FOLDER/RUN/checkpoints, if there are any, to STEPS steps, and saves every second step there.
+It writes the losses to FOLDER/RUN.jsonl, one line per step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS = {
     "dtype": "float32",
     "attention": "dot_product",
     "learning_rate": 0.01,
-    # By default the schedule would end with the run.
+    # By default the schedule ends with the run.
     "learning_rate_schedule_steps": 20,
     "enable_checkpointing": "true",
     "async_checkpointing": "false",
@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def main(folder: str, run: str, steps: str) -> None:
-    # Here, so that tests can import this module where there is no MaxText.
+    # Imported here, so that tests can import this module without MaxText.
     import maxtext
     from maxtext.trainers.pre_train import train
 

@@ -1,12 +1,12 @@
 """MaxText's own parameter trees, filled by MaxText's own conversion from Hugging Face's tensors.
 
-Runs as a script in an environment that has MaxText (`make maxtext`), which needs Python 3.12 and dozens of packages::
+This is a script for an environment with MaxText (`make maxtext`), which needs Python 3.12 and dozens of packages::
 
     .venv-maxtext/bin/python tests/support/bridge/maxtext_trees.py JOBS.json
 
-JOBS.json has a list of jobs. ``model``: MaxText's name of the model; ``sizes``: what is smaller than in its file of
-sizes; ``scan``; ``config``: the config.json; ``source``: an .npz of all tensors by their names on the Hub; ``target``:
-the .npz to write, by the paths of MaxText's tree.
+JOBS.json has a list of jobs. ``model``: MaxText's name of the model. ``sizes``: sizes that differ from MaxText's file
+of sizes. ``scan``: whether layers are scanned. ``config``: the config.json. ``source``: an .npz of all tensors by their
+names on the Hub. ``target``: the .npz to write, by the paths of MaxText's tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-maxtext" / "bin" / "python"
 BEFORE = ENVIRONMENT.parents[1] / "maxtext-0.2.4"
-"""An older release, to be put on PYTHONPATH."""
+"""The folder of an older release, for PYTHONPATH."""
 
 _SEPARATOR = "-"
 
@@ -30,7 +30,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
-    # Here, so that tests can import this module where there is no MaxText.
+    # Imported here, so that tests can import this module without MaxText.
     import maxtext
     import numpy as np
     from maxtext.checkpoint_conversion import to_maxtext
@@ -60,7 +60,7 @@ def _run(job: dict[str, Any]) -> None:
     for listed, there in names.items():
         key = listed
         if isinstance(key, str) and (own := key.replace("params-", "MoEBiasVar-", 1)) in tree:
-            key = own  # Not a parameter any more, which MaxText's table does not know.
+            key = own  # No longer a parameter, but MaxText's table still has it.
         if any(part not in tree for part in (key if isinstance(key, tuple) else (key,))):
             continue  # MaxText's table has tensors of all variants, such as biases.
         _, shapes = to_maxtext._get_maxtext_indices_and_shapes(key, tree)

@@ -1,10 +1,10 @@
-"""Damaged and hostile checkpoints, and a program that converts many of them and says what came of each.
+"""Damaged and hostile checkpoints, and a program that converts many of them and reports the results.
 
     python -m tests.support.bridge.mutants FOLDER SEED COUNT
 
-FOLDER holds checkpoints to begin with. Each mutant is one of them with one or more changes; it is converted in this
-process, whose memory is limited, within 10 seconds. Prints one JSON line for each mutant that did something else than
-be converted, or be refused by an error of ours; then a summary.
+FOLDER holds the initial checkpoints. Each mutant is one of them with one or more changes. This process converts each
+mutant with limited memory within 10 seconds. Prints one JSON line for each mutant that neither converts nor is refused
+by one of our errors, and then a summary.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def edit_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def edit_member(data: bytes, rng: random.Random) -> bytes:
-    """A member of a zip file changed, with the right checksum; another file flipped."""
+    """Change a member of a zip file and fix its checksum. In any other file flip a bit."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as old:
             members = [(entry.filename, entry.compress_type, old.read(entry)) for entry in old.infolist()]
@@ -184,7 +184,7 @@ BYTES: Sequence[Callable[[bytes, random.Random], bytes]] = (
 
 
 def mutate(path: Path, others: Sequence[Path], rng: random.Random, marker: Path) -> str:
-    """Change the checkpoint at `path`; what was done."""
+    """Change the checkpoint at `path`. Returns a description of the change."""
     files = sorted(p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
     file = rng.choice(files)
     edit = rng.randrange(16)
@@ -237,7 +237,7 @@ def mutate(path: Path, others: Sequence[Path], rng: random.Random, marker: Path)
 
 
 class Hang(BaseException):
-    """It took too long."""
+    """The conversion took too long."""
 
 
 def main() -> None:
@@ -248,7 +248,7 @@ def main() -> None:
 
     sources = sorted((folder / "sources").iterdir())
     for number, source in enumerate(sources):
-        # Imports everything, and starts the threads of tensorstore, before memory is limited.
+        # Import everything and start the threads of tensorstore before memory is limited.
         out = folder / f"warm-{seed}-{number}"
         convert(source, out, to=("dcp", "orbax", "safetensors")[number % 3], workers=2)
         verify(out)
@@ -286,7 +286,7 @@ def main() -> None:
                 result = sorted(reader.read(name).tobytes() for name in reader.tensors)
             if result != sorted(originals[source].values()):
                 outcome = "changed"
-                # Where nothing protects the data only the manifest can tell; ours have one.
+                # If the format does not protect the data, only the manifest can tell. Our checkpoints have a manifest.
                 if source.name.startswith("ours") and verify(mutant).good:
                     outcome = "silently changed"
         except BaseException as error:

@@ -80,7 +80,7 @@ def assert_same_tree(tree: Any, expected: Any) -> None:
 
 
 def assert_reads(path: Path, tree: Any) -> None:
-    """OrbaxReader gives exactly this tree of arrays, whole and by random boxes."""
+    """Assert that OrbaxReader returns exactly this tree of arrays, whole and by random boxes."""
     rng = np.random.default_rng(0)
     with OrbaxReader(path) as reader:
         expected = {"/".join(map(str, p)): (p, np.asarray(v)) for p, v in leaves(tree)}
@@ -114,7 +114,7 @@ def flip_bit(file: Path, position: int, bit: int = 0) -> None:
 
 
 def data_file(item: Path, holding: bytes) -> tuple[Path, int]:
-    """The file of an item that holds these bytes, and where."""
+    """The file of an item that holds these bytes, and their position."""
     for file in sorted(item.rglob("*")):
         if file.is_file() and (position := file.read_bytes().find(holding)) >= 0:
             return file, position

@@ -1,11 +1,11 @@
-"""Conversions in parts, killed before their n-th operation on files, for every n: a program, with a fresh process.
+"""Kill conversions in parts before their n-th file operation, for every n, each in a fresh process.
 
     python -m tests.support.bridge.parts_killed FOLDER FORMAT FIRST STEP [--resume] [--replace]
 
-Part 2 of 2 is complete. Part 1, which is the last and so commits, is killed before operation FIRST, FIRST + STEP, ...
-until it needs fewer. Each time the destination must be absent (with --replace: the old one) or complete; part 1 again
-must complete it and leave nothing beside it. Prints how many kills there were, and how many of the runs again took over
-bytes from a journal.
+Part 2 of 2 is complete. Part 1 runs last and commits. It is killed before operation FIRST, FIRST + STEP, and so on,
+until it needs fewer operations. Each time the destination must be absent (with --replace: the old one) or complete. A
+second run of part 1 must complete the destination and leave nothing next to it. Prints the number of kills, and the
+number of second runs that reused bytes from a journal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.bridge.killed import OPERATIONS
 
 
 def small_chunks() -> None:
-    """Chunks, pieces and syncs of some kilobytes, so that small tensors have several. For this process only."""
+    """Use chunks, pieces and syncs of a few kilobytes in this process, so that small tensors have several."""
     boxes.CHUNK_BYTES = 4096
     chunks._CHUNK, chunks._MAX_CHUNK = 2048, 4096
     pieces.PIECE_BYTES = pieces._SMALLEST_PIECE = 4096
@@ -73,7 +73,7 @@ def holds(path: Path, arrays: dict[str, np.ndarray], note: str) -> None:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """The exit status of a forked process that does this; minus the signal that ended it."""
+    """The exit status of a forked process that runs this, or minus the signal that ended the process."""
     child = os.fork()
     if child == 0:
         status = 0
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def in_child_holds(path: Path, arrays: dict[str, np.ndarray], note: str) -> None:
-    """In a child: tensorstore's threads must not be there when this process forks."""
+    """Run in a child, because this process must not have tensorstore's threads when it forks."""
     saved = os.dup(2)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)

@@ -1,9 +1,9 @@
-"""What a user of flax, optax and Orbax runs: a sharded model trained, saved and loaded. Nothing of this package.
+"""Programs of an ordinary user of flax, optax and Orbax: train, save and load a sharded model, without this package.
 
     python -m tests.support.bridge.plain_jax '[{"do": "save", ...}, {"do": "load", ...}]'
 
-prints a JSON list with the losses of every job. Under TWINSHARD_TEST_PROCESSES it is one of several processes, which
-share the devices.
+prints a JSON list with the losses of every job. With TWINSHARD_TEST_PROCESSES, the program is one of several processes
+that share the devices.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 
 class Net(nnx.Module):
-    """Sizes that divide by 8, and some that divide by nothing."""
+    """A model with sizes that 8 divides, and with sizes that it does not divide."""
 
     def __init__(self, seed: int) -> None:
         rngs = nnx.Rngs(seed)
@@ -59,7 +59,7 @@ class Net(nnx.Module):
 
 
 def placed(tree: Tree, mesh: Mesh, axis: int) -> Tree:
-    """Leaves sharded along an axis where it divides by the number of devices, and otherwise on all of them."""
+    """Shard leaves along an axis that the number of devices divides. Replicate the other leaves."""
 
     def put(leaf: Any) -> jax.Array:
         array = np.asarray(leaf)
@@ -84,7 +84,7 @@ class Trainer:
         self.state: Tree = placed(
             {"params": params, "opt_state": self.optimizer.init(params)}, self.mesh, axis
         )
-        # Numbers of a fresh optimizer state are equal whatever the seed.
+        # The numbers of a fresh optimizer state do not depend on the seed.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self.step = jax.jit(self._step, out_shardings=(shardings, None))
 
@@ -108,7 +108,7 @@ class Trainer:
 
 
 def as_state(params: Tree, graph: Any) -> Any:
-    """A pure dict as the state that belongs to a graph."""
+    """A pure dict as the state of a graph."""
     state = nnx.state(nnx.eval_shape(lambda: Net(0)))
     nnx.replace_by_pure_dict(state, params)
     return state
@@ -128,7 +128,7 @@ def save(path: str, optimizer: str, devices: int) -> list[float]:
 
 
 def load(path: str, optimizer: str, devices: int, how: str, axis: int) -> list[float]:
-    """Two steps of a state that began as another, sharded along `axis`."""
+    """Two steps of a state that was loaded into a different initial state, sharded along `axis`."""
     trainer = Trainer(optimizer, devices, axis, seed=2)
     target = abstract(trainer.state)
     if how == "v0":

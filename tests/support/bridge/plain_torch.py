@@ -1,6 +1,6 @@
-"""What a user of plain PyTorch runs on several ranks: FSDP2, HSDP, FSDP x TP, trained, saved and loaded by DCP.
+"""Programs of an ordinary PyTorch user on several ranks: train, save and load FSDP2, HSDP and FSDP x TP with DCP.
 
-Imports nothing of this package. Every rank trains on data of its own.
+This file imports nothing of this package. Every rank trains on its own data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = 12
 
 
 class Lonely(nn.Module):
-    """One row: all ranks but one have none of it."""
+    """One row, so all ranks except one have no part of it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Lonely(nn.Module):
 
 
 def build(lonely: torch.dtype = torch.bfloat16, seed: int = 5) -> nn.Sequential:
-    """Rows that divide by no world, and fewer rows than ranks."""
+    """Row counts that no world size divides, and fewer rows than ranks."""
     torch.manual_seed(seed)
     linear = nn.Linear(14, 3, bias=False)
     return nn.Sequential(nn.Linear(6, 14), nn.LayerNorm(14), linear, nn.Linear(3, 5), Lonely(lonely))
@@ -69,7 +69,7 @@ def optimizer_of(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, share: tuple[int, int], steps: range
 ) -> list[float]:
-    """The mean loss of the whole batch, per step, of which this place sees a part."""
+    """The mean loss of the whole batch for each step, of which this rank sees a part."""
     losses = []
     for step in steps:
         rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))[share[0] :: share[1]]
@@ -104,7 +104,7 @@ def save_and_go_on(
 
 
 def load_and_go_on(sharding: str, path: str, lonely: torch.dtype = torch.float32) -> list[float]:
-    """The losses of two more steps of a model and an optimizer that began as others."""
+    """The losses of two more steps after a load into a different model and optimizer."""
     model = build(lonely, seed=6)
     share = shard(model, sharding)
     optimizer = optimizer_of(model, lr=1.0)

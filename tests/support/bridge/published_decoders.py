@@ -1,7 +1,7 @@
-"""Configurations of published decoders, as `config.json` on the Hub has them, without fields of the tokenizer.
+"""Configurations of published decoders, as in `config.json` on the Hub, without fields of the tokenizer.
 
-Each is named by its repository there. Parameters: the number that the repository's safetensors files hold, or that the
-paper gives ("GPT-NeoX-20B", arXiv 2204.06745, table 1); None where we know neither.
+Each has the name of its repository. The number of parameters comes from the repository's safetensors files or from the
+paper ("GPT-NeoX-20B", arXiv 2204.06745, table 1). None means unknown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The steps of a backtracking search for a pattern, counted, and the inputs on which a pattern with two ways is slow.
+"""Count the steps of a backtracking regex search, and make the inputs on which ambiguous patterns are slow.
 
-Python's own matcher walks the same tree in the same order, with shortcuts: quadratic here may be quadratic there.
+Python's own matcher walks the same tree in the same order, with shortcuts: a quadratic search here may be quadratic
+there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST_STEPS = 40_000
 
 
 class TooManySteps(Exception):
-    """More than any linear pattern takes on texts of this size."""
+    """More steps than any linear pattern takes on texts of this size."""
 
 
 _REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT)
@@ -35,7 +36,7 @@ _SAMPLE = " ,0_aAx1L'\"\\\n[](){}=:.-#%\x00\x94h*<" + "".join(map(chr, range(33,
 
 
 def tree(pattern: re.Pattern[Any]) -> list[Node]:
-    """A compiled pattern as nodes, bytes as the text of the same numbers."""
+    """A compiled pattern as nodes. A bytes pattern counts as text with the same numbers."""
     text = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
     return list(
         _parser.parse(
@@ -59,7 +60,7 @@ class Counted:
             yield from self.ends(nodes[1:], end)
 
     def match(self, nodes: Sequence[Node], *, search: bool, full: bool) -> None:
-        """All that is tried until the pattern matches or is given up."""
+        """Every attempt until the pattern matches or fails."""
         for start in range(len(self.text) + 1 if search else 1):
             if any(not full or end == len(self.text) for end in self.ends(nodes, start)):
                 return
@@ -172,7 +173,7 @@ def growth(pattern: re.Pattern[Any], *, search: bool = False, full: bool = True,
     try:
         return _growth(nodes, search=search, full=full, size=size)
     finally:
-        # Later tests of the process need Python's own limit.
+        # Later tests of the process need Python's default limit.
         sys.setrecursionlimit(limit)
 
 

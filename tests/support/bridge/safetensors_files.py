@@ -40,7 +40,7 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, objec
 
 
 def one_of_each() -> dict[str, np.ndarray]:
-    """A tensor of every dtype of the stock library, a scalar and one without elements."""
+    """A tensor of every dtype of the stock library, a scalar, and an empty tensor."""
     arrays = {
         f"layers.{i}.{name}": random_bits((3 + i, 4), DTYPES[name], i) for i, name in enumerate(STOCK_DTYPES)
     }

@@ -1,4 +1,4 @@
-"""A small decoder trained and saved by stock PyTorch: `torch.distributed.checkpoint`, nothing of this package."""
+"""A small decoder trained and saved by stock PyTorch (`torch.distributed.checkpoint`), without this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.bridge.decoder_trees import MODEL, torch_shapes
 
 
 class Weights(nn.Module):
-    """The decoder's parameters under their names, without its computation."""
+    """The decoder's parameters under their names, without the computation."""
 
     def __init__(self, *, tied: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Weights(nn.Module):
 
 
 def trained(*, tied: bool = False, steps: int = 3) -> tuple[Weights, torch.optim.AdamW]:
-    """Parameters and an AdamW after some steps."""
+    """Parameters, and an AdamW optimizer after some steps."""
     model = Weights(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-9, weight_decay=0.05)
     step(model, optimizer, steps)

@@ -1,4 +1,4 @@
-"""Checkpoints to be damaged: what is in them, where each byte is, and how to change one."""
+"""Checkpoints to damage: their contents, the place of each byte, and a way to change a byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ("dcp", "orbax", "safetensors")
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Tensors of several dtypes, one larger than what Orbax keeps inside its index."""
+    """Tensors of several dtypes. One is larger than the values that Orbax keeps inside its index."""
     dtypes = ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")
     small = {f"w.{name}": random_bits((3, 2), DTYPES[name], seed) for seed, name in enumerate(dtypes)}
     return {**small, "w.large": random_bits((37, 11), np.dtype(np.float32), 9), "w.empty": np.zeros((0, 4))}
@@ -66,7 +66,7 @@ def places(path: Path, tensors: dict[str, np.ndarray]) -> Iterator[tuple[Path, i
 
 
 def flipped(file: Path, position: int, rng: random.Random) -> Callable[[], None]:
-    """Change a byte; returns how to change it back."""
+    """Change a byte. Returns a function that changes it back."""
     original = file.read_bytes()
     changed = bytearray(original)
     changed[position] ^= rng.randrange(1, 256)
@@ -80,7 +80,7 @@ def where(report: VerifyReport) -> set[str]:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a format, written by `convert`; not to be changed."""
+    """A checkpoint of a format, written by `convert`. Do not change it."""
     root = tmp_path_factory.mktemp("converted")
     write(root / "source", "orbax", arrays(), (20, 11))
     for format in FORMATS:
@@ -90,7 +90,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def copy(tmp_path: Path, converted: Callable[[str], Path]) -> Callable[[str], Path]:
-    """A copy that may be changed."""
+    """A copy that a test may change."""
 
     def make(format: str) -> Path:
         shutil.copytree(converted(format), tmp_path / format)

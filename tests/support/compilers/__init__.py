@@ -1,1 +1,1 @@
-"""Compilers for GPUs and TPUs that are not there: topologies, a process that compiles, and a reader of its programs."""
+"""Compilers for GPUs and TPUs that are not there: topologies, a compiling process, and a reader of its programs."""

@@ -1,4 +1,4 @@
-"""What is compiled, and what is told about it. No JAX here: both cross processes as JSON."""
+"""Settings to compile, and the results. This file imports no JAX: both cross processes as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_impl.diagnostics.scheduled import Array, Scheduled
 BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT = "by hand", "by hand, gathers left to XLA", "shard_map", "pjit"
 CONTESTANTS = (BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT)
 SIZES: dict[str, dict[str, int]] = {
-    # Compiled in seconds, also for TPUs; nothing is a multiple of anything.
+    # Compiles in seconds, also for TPUs. No size is a multiple of another.
     "37": {
         "vocab_size": 199,
         "d_model": 37,
@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 18,
         "d_ff": 91,
     },
-    # Of the relay "quick".
+    # The sizes of the relay "quick".
     "quick": {
         "vocab_size": 257,
         "d_model": 37,
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 6,
         "d_ff": 53,
     },
-    # The shipped decoder's sizes, which divide by nothing in common.
+    # The shipped decoder's sizes, without a common divisor.
     "331": {"n_layers": 2},
     "256": {
         "vocab_size": 1024,
@@ -74,7 +74,7 @@ SIZES: dict[str, dict[str, int]] = {
         "rope_theta": 500000,
     },
 }
-"""Of ``DecoderConfig``."""
+"""Fields of ``DecoderConfig``."""
 SIZES["256x12"] = {**SIZES["256"], "n_layers": 12}
 SIZES["1024x6"] = {**SIZES["1024"], "n_layers": 6, "vocab_size": 4096}
 SIZES["1024x12"], SIZES["1024x48"] = ({**SIZES["1024"], "n_layers": n} for n in (12, 48))
@@ -141,7 +141,7 @@ class Setting:
 class Stored:
     """An array that a plan keeps: ``size`` elements in each of ``layers`` (1 without a stack); ``cut`` over devices.
 
-    Of what model axes cut, ``size`` is that of one part.
+    If model axes cut the array, ``size`` is the size of one part.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Between the host's memory and a device's: to the device if ``into``; ``bytes`` of it.
+    """A transfer of ``bytes`` between host memory and device memory; to the device if ``into``.
 
     ``computes``: whether some of an update runs while it is under way; ``against``: whether one the other way does.
     """
@@ -213,7 +213,7 @@ class Compiled:
         )
 
     def sizes(self) -> Counter[tuple[str, int]]:
-        """How often an array of so many elements travels, by kind and number; scalars are left out."""
+        """How often arrays travel, by kind and number of elements, without scalars."""
         counts: Counter[tuple[str, int]] = Counter()
         for collective in self.collectives:
             for array in collective.arrays:
@@ -229,7 +229,7 @@ class Compiled:
 
 
 def overlap_share(collectives: Iterable[Scheduled], names: Iterable[str] = KINDS.values()) -> float:
-    """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
+    """The share of bytes whose collective overlaps with a matrix product; 0 without such collectives."""
     chosen = set(names)
     known = [collective for collective in collectives if collective.kind in chosen]
     total = sum(collective.bytes for collective in known)

@@ -1,4 +1,4 @@
-"""Programs of a step whose state lies in the host's memory: how they are lowered, and transfers as scheduled."""
+"""Lowered programs of a step whose state lies in host memory, and their transfers in scheduled order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _START = re.compile(r"%(\S+) = (.*?) (?:copy-start|dynamic-slice-start|fusion-st
 _DONE = re.compile(r"%\S+ = .*? (?:copy-done|dynamic-slice-done|fusion-done|async-done)\(%([^\s,)]+)")
 _ARRAY = re.compile(r"(?:f32|bf16|f16|f8e4m3fn|f8e5m2)\[([\d,]+)\](\{[^}]*\})?")
 _SIZES = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
-# Bytes below which an array is no moment: an element that is read back, scales.
+# Smaller arrays are not moments but scales or single elements.
 _LEAST = 1 << 16
 
 
 def lowered_gradients(setting: Setting, plan: ShardingPlan, loss: Any, weights: Any, rows: Any) -> Any:
-    """The program of a step's gradients, whose weights lie in the host's memory."""
+    """The program of a step's gradients with weights in host memory."""
     import jax
 
     from jax_impl.runtime.groups.memory_kinds import HOST, in_host
@@ -101,7 +101,7 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
 
 
 def _written(module: Any, on_host: list[bool]) -> None:
-    """Arguments that are moved to the host first lie there instead."""
+    """Place arguments in host memory that the program first moves there."""
     from jaxlib.mlir import ir
 
     with module.context:
@@ -126,7 +126,7 @@ def _written(module: Any, on_host: list[bool]) -> None:
 
 
 def read_transfers(text: str) -> Iterator[Transfer]:
-    """Those of arrays of 64 KiB or more between the host's memory and a device's, of a scheduled program."""
+    """Transfers of arrays of 64 KiB or more between host and device memory in a scheduled program."""
     entry = text[text.index("\nENTRY") :].splitlines()
     begun: dict[str, tuple[int, bool, int]] = {}
     transfers: list[tuple[int, int, bool, int]] = []
@@ -138,7 +138,7 @@ def read_transfers(text: str) -> Iterator[Transfer]:
             here = [size for size, host in arrays if not host]
             if not on_host or not here or max(here) < _LEAST:
                 continue
-            # The result of a copy comes first in its type.
+            # The type of a copy begins with its result.
             into = "copy-start(" not in line or not _is_host(left)
             begun[match[1]] = (number, into, max(here))
         elif (match := _DONE.search(line)) and match[1] in begun:
@@ -152,13 +152,13 @@ def read_transfers(text: str) -> Iterator[Transfer]:
 
 
 def _is_host(left: str) -> bool:
-    """Whether the first array of a type lies in the host's memory."""
+    """Whether the first array of a type lies in host memory."""
     match = _ARRAY.search(left)
     return match is not None and "S(5)" in (match[2] or "")
 
 
 def _is_update(line: str) -> bool:
-    """A fusion that makes arrays as large as a moment, of several operands."""
+    """A fusion of several operands that makes arrays as large as a moment."""
     left, mark, right = line.partition(" fusion(")
     return (
         bool(mark)

@@ -1,6 +1,6 @@
-"""A process that compiles settings for absent devices: ``Compiler`` talks to it, ``main`` is it.
+"""Compile settings for absent devices in a process: ``Compiler`` talks to the process, ``main`` runs in it.
 
-Nothing is allocated: weights and batches are shapes.
+The process allocates nothing: weights and batches are shapes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Compiler:
-    """Compiles settings of one platform in a process of its own, from the first one to ``close``."""
+    """Compiles settings of one platform in its own process, which lives from the first setting to ``close``."""
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self._leg = Leg("tests.support.compilers.worker", platform)
 
     def compile(self, setting: Setting) -> Compiled:
-        """Raises ``RuntimeError`` with what the compiler said, or the end of what its process wrote before it ended."""
+        """Raises ``RuntimeError`` with the compiler's error, or with the end of the output of a dead process."""
         if target_named(setting.target).platform != self.platform:
             raise ValueError(f"expected a target of {self.platform}, got {setting.target}")
         try:
@@ -49,7 +49,7 @@ class Compiler:
 
 
 def unavailable(platform: str) -> str | None:
-    """Why nothing can be compiled now: no compiler, or one that another process uses."""
+    """The reason why nothing can be compiled now: no compiler, or another process uses the compiler."""
     if platform == "tpu" and why_not(platform) is None and (holder := held_lock()):
         return f"another process holds libtpu's lock, {holder}: one process at a time compiles for TPUs"
     return why_not(platform)

@@ -1,4 +1,4 @@
-"""What processes run in the tests of asynchronous saves and of the manager, and how writing is held back."""
+"""Jobs of processes in the tests of asynchronous saves and of the manager, and ways to hold writes back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.jax_impl.process_job import small_chunks
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Nothing is written before the function that this gives is called."""
+    """Block all writes until the yielded function is called."""
     gate, write = threading.Event(), Contents.write
 
     def waiting(self: Contents, *args: Any, **options: Any) -> None:
@@ -52,7 +52,7 @@ def save_both_ways(path: str) -> dict[str, Any]:
             pending = save_checkpoint_async(f"{path}/later/1", plan, state, {"step": 1}, timeout=60)
             state, _ = runs.train(state, *case, first=1, count=2)
             done = pending.done()
-            # A save or load of others in the foreground goes on beside the one in the background.
+            # Other saves or loads in the foreground run while the background save runs.
             release()
             state, losses = runs.train(state, *case, first=3, count=1)
             pending.wait()
@@ -81,7 +81,7 @@ def fail(path: str, process: int) -> dict[str, Any]:
         if jax.process_index() == process:
             fault.stop()
     answer["next"] = error_of(save_checkpoint, f"{path}/3", plan, state, timeout=60)
-    # The first process may still be removing what it made for a save that failed on the other.
+    # The first process may still remove files of a save that failed on the other process.
     multihost_utils.sync_global_devices("listed")
     answer["left"] = sorted(os.listdir(path)) if Path(path).is_dir() else []
     with CheckpointManager(path) as manager:
@@ -91,7 +91,7 @@ def fail(path: str, process: int) -> dict[str, Any]:
 
 
 def managed_run(path: str, first: int, last: int, asynchronous: bool = True) -> dict[str, Any]:
-    """Go on from the latest step if there is one, and save every step."""
+    """Continue from the latest step, if there is one, and save every step."""
     case = (len(jax.devices()),)
     plan, state = runs.plan_of(*case), runs.fresh(*case)
     losses = []

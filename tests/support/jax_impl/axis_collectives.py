@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, with the mesh axes that each is over."""
+"""The collectives of a compiled program, with the mesh axes of each collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OverAxes(NamedTuple):
 
 
 def collectives_over_axes(text: str, mesh: Mesh) -> list[OverAxes]:
-    """Of a program that was compiled for ``mesh``, whose devices are numbered in its order."""
+    """Collectives of a program compiled for ``mesh``, whose devices are numbered in mesh order."""
     operations = {
         operation.name: operation
         for computation in read_module(text).computations.values()

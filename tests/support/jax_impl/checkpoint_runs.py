@@ -1,4 +1,4 @@
-"""Training runs to interrupt: plans and compiled steps are made once for each number of devices and strategy."""
+"""Training runs to interrupt. Plans and compiled steps are made once per number of devices and strategy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS = 12
 # One block: a step is compiled for every number of devices and strategy, and blocks add to that most.
 CONFIG_OF_RUNS = dataclasses.replace(CONFIG, n_layers=1)
 OPTIMIZER = main_weight_adamw(1e-2, weight_decay=0.1)
-# What of the decoder two devices can divide.
+# The parts of the decoder that two devices can divide.
 HEADS = {f"layers/*/attention/{name}": "colwise" for name in ("query", "key", "value")} | {
     "layers/*/attention/out": "rowwise"
 }
@@ -157,7 +157,7 @@ def logical(plan: ShardingPlan, state: TrainState) -> dict[str, np.ndarray]:
 
 
 def logical_arrays(plan: ShardingPlan, by_key: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """``{path: value}`` of weights, or of moments, which frozen parameters do not have."""
+    """``{path: value}`` of weights or moments. Frozen parameters have no moments."""
     arrays = {}
     for unit in plan.units.values():
         for group in unit.groups:

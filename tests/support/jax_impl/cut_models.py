@@ -1,4 +1,4 @@
-"""Small models whose sizes 2 and 4 divide, what model axes cut of them, and how they train unsharded."""
+"""Small models whose sizes 2 and 4 divide, their cuts over model axes, and their unsharded training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXPERTS_AND_TENSORS = {
 
 
 def decoder(stacked: bool = False) -> Decoder:
-    """Float64; larger weights than fresh ones, so that every parameter matters to the loss."""
+    """A float64 model with larger weights than at initialization, so that every parameter affects the loss."""
     model = Decoder(EVEN, rngs=nnx.Rngs(1), dtype=jnp.float64, stacked=stacked)
     graphdef, state = nnx.split(model)
     flat = [

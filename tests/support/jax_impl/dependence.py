@@ -1,9 +1,8 @@
-"""What must be done before what in a traced program, as XLA sees it.
+"""The order of operations that a traced program requires, as XLA sees it.
 
-The program is written out flat: calls, also those with derivatives of their own, are replaced by what they run. Loops
-are not, so that a program with a loop around what is asked for is refused: their bodies are programs of their own
-(``loops``). Of a barrier, XLA drops what nobody uses of its results, together with what comes in for it, and so does
-this.
+The program is flattened: calls, including calls with custom derivatives, are replaced by their bodies. Loops stay,
+because their bodies are separate programs (``loops``). A program with a loop around the requested operation is refused.
+XLA drops the unused results of a barrier together with their operands, and so does this file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ COLLECTIVES = (
     "psum_invariant",
 )
 
-# An equation, the names of its inputs and results in the whole program, and its scope.
+# An equation with its scope, and the names of its inputs and results in the whole program.
 Equation = tuple[Any, list[Any], list[Any], str]
 
 

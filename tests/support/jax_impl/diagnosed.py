@@ -1,4 +1,4 @@
-"""A small model of units over a pytree, as a list of layers and as a stack, whose rows can be made to overflow."""
+"""A small model of units over a pytree, as a list of layers and as a stack. Its rows can be made to overflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, WIDTH = 3, 5
 
 
 def parameters(stacked: bool = False) -> dict[str, Any]:
-    """Sizes that divide by nothing in common; the same values either way."""
+    """Sizes without a common divisor, and equal values in both forms."""
     rng = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:

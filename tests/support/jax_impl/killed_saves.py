@@ -1,4 +1,4 @@
-"""A run on one or two processes that saves asynchronously by the manager, forked and killed by ``Zygote``."""
+"""A run on one or two processes that saves asynchronously by the manager. ``Zygote`` forks and kills it."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def _port(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    # That a survivor does not wait for ever is tested in ``test_processes.py``; it takes four times the timeout.
+    # ``test_processes.py`` tests that a survivor does not wait forever. It takes four times the timeout.
     serve(run, patience=1)

@@ -1,7 +1,7 @@
-"""``jax.shard_map`` on one device: mesh axes are mapped ones, and collectives are sums and copies.
+"""Emulate ``jax.shard_map`` on one device: mesh axes become mapped axes, and collectives become sums and copies.
 
-Programs of accelerators may so run with different data on each of several devices. On simulated devices their
-collectives, which do not follow one another, could meet and hang.
+Programs for accelerators can so run with different data on each of several devices. On simulated devices their
+unordered collectives could meet in different orders and hang.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 def as_accelerators(monkeypatch: Any) -> None:
-    """From now on plans are for what passes for accelerators, whose steps run on one device."""
+    """From now on plans are made as for accelerators, and their steps run on one device."""
     monkeypatch.setattr(ShardingPlan, "chained", False)
     monkeypatch.setattr(jax, "shard_map", _mapped)
-    # No vmap of the user's.
+    # Not the user's vmap.
     monkeypatch.setattr(jax_impl.runtime.unit.unit, "is_mapped", lambda values: None)
 
 

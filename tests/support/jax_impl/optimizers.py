@@ -1,4 +1,4 @@
-"""Every public transformation of optax and optax.contrib, made with arguments of which it trains a small model."""
+"""Every public transformation of optax and optax.contrib, with arguments that train a small model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ UNANNOTATED = {
 
 
 def transformations() -> dict[str, Any]:
-    """What makes each public transformation of optax, by name."""
+    """A constructor of each public optax transformation, by name."""
     factories: dict[str, Any] = {}
     for module in (optax, optax.contrib):
         for name in dir(module):

@@ -1,6 +1,6 @@
-"""Groups of processes under ``jax.distributed`` on this machine, and what each of them does.
+"""Groups of processes under ``jax.distributed`` on this machine, and their jobs.
 
-A group's processes start once and run one job after another, all of them the same one. Run as a program by ``Group``.
+The processes of a group start once and run the same jobs one after another. ``Group`` runs this file as a program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Group:
-    """``processes`` with ``devices`` simulated devices each; ended with it, whatever they do."""
+    """``processes`` processes with ``devices`` simulated devices each. They end with the group."""
 
     def __init__(self, processes: int, devices: int) -> None:
         self._members: list[tuple[subprocess.Popen[bytes], Connection]] = []
@@ -96,7 +96,7 @@ class Group:
         return self.results(timeout)
 
     def close(self) -> None:
-        # jax.distributed handles SIGTERM, and waits at exit for processes that are gone.
+        # jax.distributed handles SIGTERM and waits at exit for dead processes.
         for member, pipe in self._members:
             pipe.close()
             member.kill()
@@ -222,7 +222,7 @@ def save(
 ) -> dict[str, Any]:
     """A save; process ``absent`` begins ``late`` seconds after the others."""
     plan, state = _small()
-    # Compiling takes the processes seconds more or less.
+    # Compile times of the processes differ by seconds.
     multihost_utils.sync_global_devices("before the save")
     if jax.process_index() == absent:
         time.sleep(late)
@@ -231,7 +231,7 @@ def save(
 
 
 def save_or_load(path: str, loader: int) -> dict[str, Any]:
-    """All save but one, which loads."""
+    """All processes save, except one, which loads."""
     plan, state = _small()
     if jax.process_index() == loader:
         load_checkpoint(path, plan, timeout=60)

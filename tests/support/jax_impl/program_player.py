@@ -1,4 +1,4 @@
-"""Plays random programs sharded and, as the reference, on one device with plain JAX and optax and the whole batch."""
+"""Run random programs sharded, and as a reference on one device with plain JAX, optax and the whole batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _taken_apart(model: Any) -> tuple[Values, Callable[[Values], Any]]:
     paths = ["/".join(map(str, key)) for key, _ in nnx.to_flat_state(parameters)]
 
     def merge(values: Values) -> Any:
-        # Made anew: each trace may change its own only.
+        # Make a new model, because each trace may change only its own.
         own = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
         return nnx.merge(graphdef, jax.tree.unflatten(structure, [values[path] for path in paths]), own)
 
@@ -183,7 +183,7 @@ class Player:
         )
 
     def _batch(self, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, targets and weights, each different from all others."""
+        """Rows, targets and weights that all differ."""
         self._batches += 1
         rng = np.random.default_rng(self._batches)
         widths, dtype = self._program.widths, self._program.dtype
@@ -213,7 +213,7 @@ class Player:
         ]
 
     def _close(self, actual: Any, expected: Any, what: str) -> None:
-        # Within the largest value of a tensor: single values may be what is left of a difference.
+        # Relative to the largest value of a tensor, because single values may be remainders of differences.
         scale = float(np.nan_to_num(np.abs(expected)).max(initial=1e-3))
         np.testing.assert_allclose(actual, expected, rtol=0, atol=self._tolerance * scale, err_msg=what)
 
@@ -252,7 +252,7 @@ class Player:
         self.step(parts, self._batch(2 * ROWS))
 
     def padded(self, parts: int) -> None:
-        """The last batch of an epoch: rows that ``pad_batch`` adds have no weight."""
+        """The last batch of an epoch. Rows that ``pad_batch`` adds have no weight."""
         real = ROWS - 5
         batch = tuple(leaf[:real] for leaf in self._batch())
         (x, target, weight), counted = pad_batch(self._plan, batch, parts, rows=ROWS)
@@ -269,7 +269,7 @@ class Player:
 
     def in_one_program(self, parts: int) -> None:
         batch = self._batch()
-        # A step inside of another program waits for nothing, as steps on simulated devices must.
+        # A step inside another program waits for nothing, but steps on simulated devices must wait.
         self.state, metrics = jax.block_until_ready(jax.jit(self._step(parts))(self.state, batch))
         self._close(metrics["loss"], self._reference.step(batch)["loss"], "loss")
 
@@ -300,7 +300,7 @@ class Player:
         self._close(self._predict(self.state, x[:rows]), expected, "outputs")
 
     def raises(self, call: int) -> None:
-        """A loss raises in a layer's call while it is traced; the state is still there."""
+        """A loss raises inside a layer while it is traced. The state survives."""
         calls = iter(range(call % (1 if self._program.wrap == "scan" else len(self._program.calls))))
 
         def between(x: jax.Array) -> jax.Array:
@@ -339,7 +339,7 @@ class Player:
         self._reference.opt_state = changed(self._reference.opt_state)
 
     def recall(self) -> None:
-        """Goes back to a copy of the state, which is made the first time."""
+        """Return to a copy of the state. The first call makes the copy."""
         if self._remembered is None:
             self._remembered = _copied(self.state), dict(vars(self._reference))
         else:
@@ -347,7 +347,7 @@ class Player:
             vars(self._reference).update(self._remembered[1])
 
     def save_and_load(self, parts: int, world: int, asynchronous: bool) -> None:
-        """The same bits come back, in this world or in the other, also of a state that is used up while it is saved."""
+        """Save and load give the same bits in either world, even if the state is donated during the save."""
         weights, moments = self._whole(self.state.weights), self._moments()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saved"

@@ -1,6 +1,6 @@
-"""Random training programs in JAX: the model that a seed draws, how it is sharded, and what a user then does.
+"""Random training programs in JAX. A seed draws the model, its sharding, and the user's operations.
 
-Operations are methods of ``Player``. A program's text alone repeats a failure.
+Operations are methods of ``Player``. The text of a program suffices to repeat a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRAPS = {
     "nnx": ("plain", "checkpoint", "scan"),
     "linen": ("plain", "checkpoint"),
 }
-# AdamW, which most programs use, comes again within three seeds.
+# Most programs use AdamW, so it occurs at least every three seeds.
 OPTIMIZERS = (
     *("adamw", "sgd", "momentum", "adamw", "adam", "injected"),
     *("adamw", "skipping", "by shape", "adamw", "adam"),
@@ -230,7 +230,7 @@ def _world(rng: random.Random, mesh: tuple[int, ...]) -> World:
 
 
 def _operations(rng: random.Random, weighted: bool, optimizer: str) -> list[tuple[Any, ...]]:
-    """Each operation that needs no new program at least once, and few others: compiling is what costs."""
+    """Each operation that needs no new program at least once, and few others, because compiling is expensive."""
     parts = rng.choice(((1,), (2,), (3,), (1, 2)))
     cheap: dict[str, Callable[[], tuple[Any, ...]]] = {
         "step": lambda: (rng.choice(parts),),
@@ -254,7 +254,7 @@ def _operations(rng: random.Random, weighted: bool, optimizer: str) -> list[tupl
     rng.shuffle(ops)
     ops = [("step", parts[-1]), *ops, ("step", parts[0])]
     if rng.random() < 0.5:
-        # Where the program goes on elsewhere, all is compiled anew.
+        # After a change of world everything compiles again.
         ops += [
             ("save_and_load", parts[0], 1, rng.random() < 0.5),
             ("step", parts[0]),

@@ -1,6 +1,6 @@
-"""Models with scanned layers, and one value that they are trained for: what a program may do around and in a loop.
+"""Models with scanned layers and a training target, with many operations around and inside the loop.
 
-Of a pytree, the layers lie in stacks under ``layers``; every layer has other weights, so that a wrong one shows.
+In a pytree model, the layers are stacks under ``layers``. Every layer has other weights, so that a wrong layer shows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def remat(model: Any, x: jax.Array) -> jax.Array:
 
 
 def two_stacks(model: Any, x: jax.Array) -> jax.Array:
-    """What one stacks, the other is over, and in the other direction."""
+    """Two scans: one stacks what the other scans over, in the opposite direction."""
     x, between = lax.scan(lambda x, layer: (call_unit(apply, layer, x), x), x, model["layers"])
 
     def body(y: jax.Array, layer: Any) -> tuple[jax.Array, None]:

@@ -1,4 +1,4 @@
-"""Unsharded training programs in plain nnx and optax, and the trees that they save by stock Orbax."""
+"""Unsharded training programs in plain nnx and optax, and the trees that they save with stock Orbax."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def clipped() -> optax.GradientTransformation:
 
 
 class Net(nnx.Module):
-    """Two blocks, and variables that are no parameters."""
+    """Two blocks, and variables that are not parameters."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(3)
@@ -85,7 +85,7 @@ class Program:
         return nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
 
     def forget(self) -> None:
-        """Start over with the optimizer, not with the weights."""
+        """Reset the optimizer and keep the weights."""
         self.optimizer = nnx.Optimizer(self.model, self.optimizer.tx, wrt=nnx.Param)
 
 

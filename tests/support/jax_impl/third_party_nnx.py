@@ -1,4 +1,4 @@
-"""flax nnx models that no one here wrote, each made small by its own configuration."""
+"""Public flax nnx models, each made small by its own configuration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flax_mnist(axis: Axis) -> Program:
         {"image": images, "label": classes}
         for images, classes in zip(features(28, 28, 1), labels(10), strict=True)
     ]
-    # BatchNorm takes away what these add: their gradient is rounding error.
+    # BatchNorm cancels these, so their gradient is rounding error.
     return Program(
         model,
         loss,
@@ -60,7 +60,7 @@ def flax_mnist(axis: Axis) -> Program:
 
 def flax_scanned(axis: Axis) -> Program:
     folder = FLAX.folder() / "examples" / "nnx_toy_examples"
-    with redirect_stdout(io.StringIO()):  # the file ends in a call, whose result it prints
+    with redirect_stdout(io.StringIO()):  # the file ends with a call and prints its result
         example = load_file("flax_examples_scan", folder / "06_scan_over_layers.py")
     model = with_values(example.ScanMLP(10, n_layers=3, rngs=nnx.Rngs(0)))
     model.set_attributes(nnx.Dropout, deterministic=True)

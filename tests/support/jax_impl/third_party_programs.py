@@ -1,4 +1,4 @@
-"""What a test needs of a model that no one here wrote: batches, losses, and its weights apart from the rest."""
+"""Batches, losses and separated weights of public models, for tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Program:
 
 
 def tokens(vocabulary: int, length: int = 6) -> list[np.ndarray]:
-    """Another batch for every step, another row for every device."""
+    """A different batch for every step, and different rows on every device."""
     random = np.random.default_rng(0)
     return [random.integers(1, vocabulary, (ROWS, length)).astype(np.int32) for _ in range(STEPS)]
 
@@ -76,7 +76,7 @@ def decoder_loss(model: Any, rows: jax.Array) -> jax.Array:
 
 
 def with_values(model: Any) -> Any:
-    """Weights as if loaded: fresh ones are zero in places, so that others have no gradient."""
+    """Weights as after training. Initial weights are partly zero, so that other weights have no gradient."""
     weights, rest, merge = split(model)
     random = np.random.default_rng(1)
 
@@ -93,7 +93,7 @@ def split(model: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
         return nnx.as_pure(weights), nnx.as_pure(rest), partial(nnx.merge, graphdef)
     leaves, structure = jax.tree.flatten_with_path(model)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    # Modules of equinox hold functions and settings beside arrays.
+    # equinox modules hold functions and settings next to arrays.
     arrays = {
         path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)
     }

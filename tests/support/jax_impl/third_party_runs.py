@@ -1,4 +1,4 @@
-"""Steps of AdamW on a model that no one here wrote: unsharded by optax, and by ``jax_impl``."""
+"""AdamW steps on a public model: unsharded with optax, and sharded with ``jax_impl``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def optimizer() -> optax.GradientTransformation:
 
 @cache
 def built(name: str, axis: Axis) -> Program:
-    """Raises ``Unreachable`` where a package is not there."""
+    """Raises ``Unreachable`` if a package is missing."""
     return PROGRAMS[name](axis)
 
 

@@ -1,4 +1,4 @@
-"""linen, haiku and equinox models that no one here wrote, each made small by its own configuration."""
+"""Public linen, haiku and equinox models, each made small by its own configuration."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def haiku_transformer(axis: Axis) -> Program:
     batches = tokens(37)
     params = with_values(jax.jit(model.init)(jax.random.key(0), batches[0]))
     attention = "transformer/multi_head_attention"
-    # Softmax takes away what they add.
+    # Softmax cancels these.
     return Program(params, loss, batches, [], idle=(f"{attention}/key/b", f"{attention}_1/key/b"))
 
 

@@ -1,4 +1,4 @@
-"""A decoder small enough to compile in a second, whose sizes divide by nothing in common."""
+"""A decoder that compiles in a second. Its sizes have no common divisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = DecoderConfig(
 
 
 def decoder(config: DecoderConfig = CONFIG, dtype: Any = jnp.float32) -> Decoder:
-    """Larger weights than a fresh model's, so that every parameter matters to the loss."""
+    """Weights larger than at initialization, so that every parameter affects the loss."""
     model = Decoder(config, rngs=nnx.Rngs(1), dtype=dtype)
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x if x.ndim == 1 else 10 * x, state))

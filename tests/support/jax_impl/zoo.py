@@ -1,4 +1,4 @@
-"""Models and data that tests share: trees of arrays, flax modules, and rows of which no two are the same."""
+"""Models and data that tests share: trees of arrays, flax modules, and rows that all differ."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def loss_of_layers(layer: Callable[[Any, jax.Array], jax.Array] = tanh_layer) ->
 
 
 def pairs(count: int, rows: int, *widths: int, seed: int = 1, growing: bool = False) -> list[Any]:
-    """``count`` batches of an input and a target, float32 ``[rows, width]`` each, every row another.
+    """``count`` batches of an input and a target, float32 ``[rows, width]`` each. All rows differ.
 
-    growing: float64, and each row larger than those before it.
+    growing: float64, and each row is larger than the rows before.
     """
     rng = np.random.default_rng(seed)
     scale, dtype = (1 + np.arange(rows)[:, None], np.float64) if growing else (1.0, np.float32)
@@ -133,13 +133,13 @@ def pairs(count: int, rows: int, *widths: int, seed: int = 1, growing: bool = Fa
 
 
 def by_path(tree: Any) -> dict[str, jax.Array]:
-    """The leaves by the names that a plan gives them: ``layers/0/w``."""
+    """The leaves by their names in a plan, such as ``layers/0/w``."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
 
 
 class Everything:
-    """In place of the programs that a step has checked: it checks no other."""
+    """Replaces the programs that a step checked. The step checks no other program."""
 
     def __contains__(self, _: Any) -> bool:
         return True

@@ -1,16 +1,16 @@
-"""Mutants that no one chose: ``python -m tests.support.mutants [--seed S] [--count N] [--all] [ROOM ...]``.
+"""Test the tests with random mutants: ``python -m tests.support.mutants [--seed S] [--count N] [--all] [ROOM ...]``.
 
-Draws ``--count`` mutants over the rooms of the product, from each as many as its share of lines, and lets the tests
-that reach a mutated function look for the fault in a copy of the checkout: those of the fast tier, with ``--all`` also
-the slow tests of the same files. The seed is printed; the same seed draws the same mutants of the same code. Results
-are kept in ``--folder``, so that a run that was ended goes on where it was.
+Draws ``--count`` mutants over the packages of the product, in proportion to their lines. The tests that reach a mutated
+function then run in a copy of the checkout: tests of the fast tier, and with ``--all`` also the slow tests of the same
+files. The seed is printed. The same seed draws the same mutants of the same code. ``--folder`` keeps the results, so an
+interrupted run can continue.
 
-A mutant is undecided where ``--budget`` ended before all tests that reach it had run; undecided ones, like those that
-survived, count as not killed, and equivalent ones (``equivalent.toml``) do not count.
+A mutant is undecided if ``--budget`` ends before all its tests have run. Undecided and surviving mutants count as not
+killed. Equivalent mutants (``equivalent.toml``) do not count.
 
     python -m tests.support.mutants --record tests/torch_impl tests/sharding
 
-runs tests of the fast tier once and notes which functions each reaches; what is recorded of other tests stays.
+runs tests of the fast tier once and records the functions that each test reaches. Earlier records of other tests stay.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
 def draw(seed: int, count: int, rooms: tuple[str, ...] = ROOMS) -> list[tuple[str, Mutant]]:
-    """``count`` mutants with their rooms: from each room as many as its share of lines, and one at least."""
+    """``count`` mutants with their packages: from each package its share by lines, and at least one."""
     files = {room: list(product_files(ROOT, (room,))) for room in rooms}
     lines = {room: sum(len(file.read_text().splitlines()) for file in files[room]) for room in rooms}
     drawn: list[tuple[str, Mutant]] = []
@@ -71,7 +71,7 @@ def draw(seed: int, count: int, rooms: tuple[str, ...] = ROOMS) -> list[tuple[st
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
-    """Reasons by path, old lines and new lines."""
+    """The reason of each equivalent mutant, by path, old lines and new lines."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
     return {(entry["path"], entry["before"], entry["after"]): entry["reason"] for entry in entries}
 

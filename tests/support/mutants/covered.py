@@ -1,9 +1,9 @@
-"""Cases that the fast tier can do without: ``python -m tests.support.mutants.covered [FOLDER]``.
+"""Find cases that the fast tier can skip: ``python -m tests.support.mutants.covered [FOLDER]``.
 
-FOLDER has the record of the fast tier that ``python -m tests.support.mutants --record tests`` made. The record has the
-cases that the list leaves out so far. A case is left out where at least ``OTHERS`` cases stay for each function that it
-reaches, and one at least for its own test. The most expensive go first; those below ``SECONDS`` of CPU time all stay.
-Writes ``covered_cases.txt``; ``tests/support/pairwise.py`` marks each case of that list slow.
+FOLDER has the record of the fast tier by ``python -m tests.support.mutants --record tests``, including cases that the
+current list leaves out. A case is left out if at least ``OTHERS`` other cases reach each function that it reaches, and
+if its test keeps at least one case. The most expensive cases go first. Cases below ``SECONDS`` of CPU time stay. Writes
+``covered_cases.txt``; ``tests/support/pairwise.py`` marks each case of this list slow.
 """
 
 from __future__ import annotations

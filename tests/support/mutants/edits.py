@@ -1,7 +1,7 @@
-"""Every small change that this generator knows, as an edit of a function's source text.
+"""All small changes that the mutant generator knows, as edits of a function's source text.
 
-An edit replaces one range of characters, so that the rest of the file, its comments included, stays as written. What an
-error says, what is logged, annotations and docstrings are left alone: no test should hold each word of a message.
+An edit replaces one range of characters, so the rest of the file stays as written. Error texts, log texts, annotations
+and docstrings stay unchanged, because no test should check each word of a message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mutant:
 
     @property
     def reach(self) -> str:
-        """What the record of reached functions calls the mutated function."""
+        """The name of the mutated function in the record of reached functions."""
         return f"{self.path}:{self.function}"
 
     def apply(self, source: str) -> str:
@@ -78,17 +78,17 @@ class _Edits(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Texts stay."""
+        """Leave texts unchanged."""
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """What an error says stays."""
+        """Leave the text of errors unchanged."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """An assertion is true as long as the product is right."""
+        """Leave assertions unchanged: they are true while the product is right."""
 
     def _enter(self, node: ast.ClassDef, in_function: bool) -> None:
         self._name.append(node.name)
@@ -119,7 +119,7 @@ class _Edits(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_While(self, node: ast.While) -> None:
-        # One that never ends is seen by a time limit alone.
+        # Only a time limit sees an endless loop, so skip such edits.
         self._replace("condition", node.test, "False")
         self.generic_visit(node)
 

@@ -1,4 +1,4 @@
-"""Puts a mutant into functions that are imported already, so that a run of tests need not import the product again."""
+"""Put a mutant into functions that are already imported, so that a test run need not import the product again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERVE = ranks._serve
 
 
 def serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
-    """A rank process, with a mutant."""
+    """Run a rank process with a mutant."""
     if mutant is not None:
         replace_code(Path.cwd(), *mutant)
     _SERVE(*arguments)
@@ -24,7 +24,7 @@ def serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
 def replace_code(root: Path, path: str, function: str) -> bool:
     """Give the outermost function around ``function`` the code that its file has now.
 
-    False where that changes nothing, or cannot be done: defaults and decorators are no code of a function.
+    Returns False if this changes nothing or is impossible: defaults and decorators are not in a function's code.
     """
     file = root / path
     module = compile(file.read_text(), str(file), "exec", dont_inherit=True)
@@ -34,7 +34,7 @@ def replace_code(root: Path, path: str, function: str) -> bool:
     for live in [function for function in gc.get_objects() if isinstance(function, FunctionType)]:
         old = live.__code__
         for code in codes:
-            # A property's functions have one name; what an edit inserts moves the later ones by a line.
+            # Functions of a property share a name, and an edit can move later functions by a line.
             moved = code.co_firstlineno - old.co_firstlineno
             if (
                 old.co_filename == code.co_filename

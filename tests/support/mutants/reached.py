@@ -1,8 +1,8 @@
-"""Which functions of the product each test reaches, in whatever process they run.
+"""Record which functions of the product each test reaches, in any process.
 
-The record is made in a copy of the checkout whose functions begin with a call of ``note``. Rank processes, legs of the
-relay and commands that tests start import the same files, so what they run counts for the test that was running. Code
-that JAX has traced for an earlier test does not run again: such a function has that earlier test.
+The record is made in a copy of the checkout in which every function begins with a call of ``note``. Rank processes,
+legs of the relay and commands that tests start import the same files, so their functions count for the running test. If
+JAX traced a function for an earlier test, the function does not run again and counts only for the earlier test.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def note(number):
 
 
 def instrument(root: Path) -> None:
-    """Make every function of the product below ``root`` say that it was reached."""
+    """Make every function of the product below ``root`` record each call."""
     names: list[str] = []
     for file in product_files(root):
         source = file.read_text()
@@ -52,7 +52,7 @@ def instrument(root: Path) -> None:
         _collect(tree, str(file.relative_to(root)), (), names, calls)
         if calls:
             lines = source.split("\n")
-            # From below, so that the numbers of the lines above stay.
+            # Edit from the bottom up, so that line numbers above stay valid.
             for line, column, call in sorted([*calls, _import_line(tree)], reverse=True):
                 lines.insert(line - 1, " " * column + call)
             file.write_text("\n".join(lines))
@@ -126,7 +126,7 @@ class Record:
         )
 
     def add_run(self, root: Path) -> int:
-        """Take what a run in the instrumented copy ``root`` wrote; returns the number of tests."""
+        """Read the results of a run in the instrumented copy ``root``. Returns the number of tests."""
         names: list[str] = json.loads((root / "reached.names").read_text())
         order: list[str] = []
         for line in (root / "reached.order").read_text().splitlines():
@@ -141,7 +141,7 @@ class Record:
         for number, function in _ROW.iter_unpack((root / "reached.rows").read_bytes()):
             if not number:
                 self.imported.add(names[function])
-            # The test that was running when the process crashed is in no order.
+            # A test that crashed its process is in no order.
             elif number <= len(order) and order[number - 1] in self.seconds:
                 self.tests[names[function]].add(order[number - 1])
         return len(order)
@@ -151,7 +151,7 @@ class Record:
         return set().union(*(tests for name, tests in self.tests.items() if name.partition(":")[0] == path))
 
     def breadth(self) -> dict[str, int]:
-        """How many functions each test reaches."""
+        """The number of functions that each test reaches."""
         counts = dict.fromkeys(self.seconds, 0)
         for tests in self.tests.values():
             for test in tests:
@@ -191,10 +191,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def by_promise(record: Record, path: str, tests: Iterable[str], breadth: dict[str, int]) -> list[str]:
-    """Tests in an order in which a fault in ``path`` is probably seen soon.
+    """Tests in an order that probably sees a fault in ``path`` soon.
 
-    Those first that reach little else for their costs; of each file one, then the next, and several of files that are
-    named like the mutated one.
+    Tests that reach little else for their cost come first. Each file contributes one test, then the next; files with
+    a name like the mutated file contribute several.
     """
     keys = {test: (breadth[test] + 20) * (record.seconds[test] + 0.05) for test in tests}
     stem = Path(path).stem

@@ -1,4 +1,4 @@
-"""Runs of tests in a copy of the checkout, where mutants are put in. The checkout itself is never changed."""
+"""Run tests in a copy of the checkout that holds a mutant. The checkout itself never changes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OPTIONS = [
     *("-x", "-q", "--no-header", "--tb=no", "--timeout", "90"),
     *("-p", "no:cacheprovider", "-p", "no:xdist"),
 ]
-# CPU seconds of the record: of what is tried first, then, and at last.
+# Budgets in recorded CPU seconds: the first tests to try, then more tests, and at last all tests.
 _STAGES = (2.0, 8.0, 30.0, 1e9)
 
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """A copy of the files that git knows or would add, as they are in the checkout now."""
+    """Copy the current files of the checkout that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -129,7 +129,7 @@ class Tests:
         source, stat = file.read_text(), file.stat()
         self._edits += 1
         file.write_text(mutant.apply(source))
-        # What Python has compiled of a file counts as long as the file's size and second are the same.
+        # Python's cached bytecode is valid while the file's size and modification second stay the same.
         os.utime(file, (0, 1_000_000_000 + self._edits))
         try:
             yield
@@ -166,7 +166,7 @@ class Tests:
         return by
 
     def _pytest(self, arguments: list[str], limit: float, mutant: Mutant | None) -> tuple[int | None, str]:
-        """The exit status of pytest, None where it was ended after ``limit`` seconds, and the end of what it said."""
+        """Exit status of pytest (None if it exceeded ``limit`` seconds) and the end of its output."""
         arguments = [*_OPTIONS, *arguments]
         if mutant is None or mutant.reach not in self._record.imported:
             job = {"arguments": arguments, "limit": limit}

@@ -1,9 +1,9 @@
-"""A process that has imported frameworks, product and tests once, and forks a pytest for each run.
+"""A process that imports frameworks, product and tests once, and forks a pytest for each run.
 
-Run in a copy of the checkout, with the test files that will be asked for. Its first line out, ``ready``, says that all
-is imported, so that files may change. Then a line of JSON in, ``{"arguments": [...], "limit": seconds, "mutant": [path,
-function] or null}``, and a line out, ``{"code": ..., "output": ...}``. Code None: the run was ended after its limit.
-Code ``NOT_LIVE``: the mutant needs a process that has not imported the product.
+Run this in a copy of the checkout, with the requested test files as arguments. Its first output line, ``ready``, says
+that all imports are done, so files can change. Each input line is JSON, ``{"arguments": [...], "limit": seconds,
+"mutant": [path, function] or null}``, and each output line is ``{"code": ..., "output": ...}``. Code None means that
+the run exceeded its limit. Code ``NOT_LIVE`` means that the mutant needs a process without imports of the product.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _start_rank_server(files: Sequence[str]) -> set[int]:
     modules = [file.removesuffix(".py").replace("/", ".") for file in torch_tests]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*ranks.PRELOADED, "torch_impl", *modules])
-    # It serves when it has imported all: a mutant may not be in the files before.
+    # The server is ready after all imports. Before that no mutant may be in the files.
     first = context.Process(target=os.getpid)
     first.start()
     first.join()
@@ -102,7 +102,7 @@ def answer(job: dict[str, Any], servers: set[int]) -> dict[str, Any]:
             done, ended = os.waitpid(child, os.WNOHANG)
             status = ended if done else None
             time.sleep(0.02)
-        # A mutant may let rank processes wait or run for ever.
+        # A mutant can make rank processes wait or run forever.
         for pid in set(_descendants()) - servers:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def main() -> None:
     os.dup2(silence, 1)
     files = sys.argv[1:]
     _import_all(files)
-    # What rank processes say goes where the server's words go.
+    # Output of rank processes goes to the server's output.
     stderr = os.dup(2)
     os.dup2(silence, 2)
     servers = _start_rank_server(files)

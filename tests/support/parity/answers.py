@@ -1,4 +1,4 @@
-"""Which torch module a fault belongs to, worked out from the parameters that modules of both models own."""
+"""Find the torch module to which a fault belongs, from the parameters that modules of both models own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Answers:
     """The right answers of one pair. ``tensors``: names in the state of the torch model."""
 
     def __init__(self, pair: Pair) -> None:
-        # Every torch parameter is filled with its own number, which is found again in the JAX tensors.
+        # Fill every torch parameter with its own number, and find the numbers in the JAX tensors.
         parameters = list(pair.torch_model.named_parameters())
         marked = {name: np.full(tuple(p.shape), i, np.float32) for i, (name, p) in enumerate(parameters)}
         self.tensors = frozenset(pair.torch_model.state_dict())

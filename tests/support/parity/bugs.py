@@ -1,7 +1,7 @@
-"""Planted bugs: each a fault in one module of one model of a fresh pair, and the right answer. ``bugs.toml`` has them.
+"""Planted bugs: a fault in one module of one model of a fresh pair, with the right answer. ``bugs.toml`` lists them.
 
-A row of the table is ``[what, side, path, how, ..., answer]``: what is wrong, in which model, at which module, how it
-is planted (one of ``HOWS``) with what, and the right answer where that is not the torch module at ``path``::
+A row is ``[what, side, path, how, ..., answer]``: the fault, the model, the module, the method (one of ``HOWS``) with
+its arguments, and the right answer, if that is not the torch module at ``path``::
 
     ["eps", "torch", "model.norm", "put", {eps = 1e-3}, {}]
     ["no mask", "jax", "layers/0/attention", "edit", [["causal=True", "causal=False"]], {module = "layers.0.attn"}]
@@ -29,7 +29,7 @@ from tests.support.parity.pairs import FRESH
 
 Side = Literal["torch", "jax"]
 Texts = Sequence[Sequence[str]]
-"""Old and new source text. Each old one must occur exactly once."""
+"""Old and new source text. Each old text must occur exactly once."""
 _FOLDER = Path(__file__).parent
 
 
@@ -82,7 +82,7 @@ def module_at(pair: Pair, side: Side, path: str) -> Any:
 
 
 def _with_method(module: Any, name: str, function: Callable[..., Any]) -> None:
-    """Give one module a method of its own, in a way that copies of the module keep."""
+    """Give one module its own method, so that copies of the module keep it."""
     parent = type(module)
     make: Any = type(parent)
     changed = make(parent.__name__, (parent,), {name: function, "__module__": parent.__module__})
@@ -210,7 +210,7 @@ def port_text(side: Side, path: str, file: str, changes: Texts) -> Planted:
 
 
 def change(side: Side, path: str, name: str) -> Planted:
-    """Whatever a function of ``wrong_code`` does to the module."""
+    """Apply a function of ``wrong_code`` to the module."""
     return Planted(side, path, getattr(wrong_code, name))
 
 
@@ -221,7 +221,7 @@ HOWS: Mapping[str, Callable[..., Planted]] = {
 
 
 def plant(side: Side, path: str, how: str, *what: Any) -> Planted:
-    """What a row says."""
+    """The bug that a row describes."""
     return HOWS[how](side, path, *what)
 
 
@@ -238,4 +238,4 @@ TABLE: Mapping[str, Any] = tomllib.loads((_FOLDER / "bugs.toml").read_text(encod
 _BY_PAIR = {pair: tuple(_bug(pair, row) for row in rows) for pair, rows in TABLE["bugs"].items()}
 BUGS: tuple[Bug, ...] = tuple(bug for pair, bugs in _BY_PAIR.items() if pair not in FRESH for bug in bugs)
 FRESH_BUGS: tuple[Bug, ...] = tuple(bug for pair, bugs in _BY_PAIR.items() if pair in FRESH for bug in bugs)
-"""In the pairs that were written after the thresholds had been chosen."""
+"""Bugs in the pairs that were written after the thresholds were chosen."""

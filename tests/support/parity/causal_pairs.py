@@ -1,4 +1,4 @@
-"""Classes of transformers against ``jax_impl.models.CausalLM``, by the shipped mappings."""
+"""Pairs of transformers' classes and ``jax_impl.models.CausalLM``, by the shipped mappings."""
 
 from __future__ import annotations
 

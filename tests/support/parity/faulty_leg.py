@@ -1,6 +1,6 @@
-"""A leg of a relay with a fault in it: ``python -m tests.support.parity.faulty_leg FAULT FRAMEWORK JOB``.
+"""A leg of a relay with a planted fault: ``python -m tests.support.parity.faulty_leg FAULT FRAMEWORK JOB``.
 
-``rope``: twice the rotary base. ``beta2``: 0.99 in place of the optimizer's second beta.
+``rope`` doubles the rotary base. ``beta2`` sets the optimizer's second beta to 0.99.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoders of transformers, and ports to nnx with names of their own: GPT-NeoX, OPT and OLMo 2."""
+"""Decoders of transformers and their nnx ports with different names: GPT-NeoX, OPT and OLMo 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of transformers without a shipped mapping, and ports to nnx: BERT and T5's encoder."""
+"""Encoders of transformers without a shipped mapping, and their nnx ports: BERT and T5's encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A classifier of token sequences with two bidirectional GRU layers, and its port: a function of parameters."""
+"""A classifier of token sequences with two bidirectional GRU layers, and its port, a function of parameters."""
 
 from __future__ import annotations
 

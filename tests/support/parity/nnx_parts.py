@@ -1,4 +1,4 @@
-"""Parts that several of the ports in nnx share."""
+"""Modules that several nnx ports share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank processes do for the planner's tests of optimizers: train, and measure the optimizer's state."""
+"""Rank functions for the planner's tests of optimizers: train, and measure the optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all pairs are made with: random weights at a scale where everything matters, converted into the JAX model."""
+"""Tools for all pairs: random weights at a scale where every weight matters, converted into the JAX model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small pairs of one model in PyTorch and JAX, for tests that compare them."""
+"""Small models in PyTorch and JAX, in pairs, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ FURTHER = tuple(_FURTHER)
 """Names of the pairs of classes that no shipped mapping covers."""
 
 FRESH = tuple(_FRESH)
-"""Names of the pairs that were written after the thresholds had been chosen."""
+"""Names of the pairs that were written after the thresholds were chosen."""
 
 
 def build(name: str, seed: int) -> Pair:
-    """The pair of this name with random weights and a random batch. ``KeyError`` for a name that is none."""
+    """The pair of this name with random weights and a random batch. Raises ``KeyError`` for an unknown name."""
     return (_PAIRS | _FURTHER | _FRESH)[name](name, seed)

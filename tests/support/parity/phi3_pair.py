@@ -1,4 +1,4 @@
-"""``Phi3ForCausalLM`` of transformers, whose projections are fused, and a port to nnx that keeps them apart."""
+"""``Phi3ForCausalLM`` of transformers with fused projections, and an nnx port with separate projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank processes do for the planner's tests: train a model of given shapes under a policy, and report it."""
+"""Rank functions for the planner's tests: train a model of given shapes under a policy, and report the run."""
 
 from __future__ import annotations
 

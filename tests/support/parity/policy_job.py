@@ -1,4 +1,4 @@
-"""What rank processes do for ``test_policy_runtimes``: shard a model by a policy file, and report all of it."""
+"""Rank functions for ``test_policy_runtimes``: shard a model by a policy file, and report everything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Table(Kernel):
 
 
 class Stack(Kernel):
-    """A row of three dimensions is one of the last."""
+    """In three dimensions a row is the last dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(torch.einsum("bi,eio->beo", x, self.kernel)).sum(1)

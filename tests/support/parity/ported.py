@@ -1,4 +1,4 @@
-"""Ports that are linen modules or plain functions: how they get their weights."""
+"""Ports that are linen modules or plain functions, and how they get their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model of two LSTM layers, and its port: a scan over fused gates."""
+"""A language model with two LSTM layers, and its port, a scan over fused gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture with one expert for each token and a loss of the router, trained with custom losses; a port to nnx."""
+"""A mixture with one expert per token and a router loss, trained with custom losses, and its nnx port."""
 
 from __future__ import annotations
 

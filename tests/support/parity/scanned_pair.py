@@ -1,4 +1,4 @@
-"""A decoder whose layers are a ``ModuleList``, and its port to linen: one layer, scanned over stacked weights."""
+"""A decoder whose layers are a ``ModuleList``, and its linen port: one layer, scanned over stacked weights."""
 
 from __future__ import annotations
 

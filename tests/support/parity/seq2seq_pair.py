@@ -1,4 +1,4 @@
-"""An encoder-decoder of ``torch.nn`` transformer layers, and its port to linen with flax's attention."""
+"""An encoder-decoder of ``torch.nn`` transformer layers, and its linen port with flax's attention."""
 
 from __future__ import annotations
 

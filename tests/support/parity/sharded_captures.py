@@ -1,4 +1,4 @@
-"""Captures of sharded models, for rank processes."""
+"""Rank functions that capture sharded models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small MLP with a layer norm, in PyTorch and in nnx: for run files and traces. Tests copy this file, too."""
+"""A small MLP with a layer norm in PyTorch and in nnx, for run files and traces. Tests also copy this file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def jax_values(seed: int) -> dict[str, np.ndarray]:
 
 
 class Act(torch.nn.Module):
-    """An activation that may be another one: ``exact`` is GELU by the error function."""
+    """An activation with a choice: ``exact`` is GELU by the error function."""
 
     def __init__(self, exact: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An autoencoder with tied kernels and a block called in a loop, whose output is a dataclass; a port to nnx."""
+"""An autoencoder with tied kernels, a block called in a loop and a dataclass as output, and its nnx port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A U-Net with group norms, dilated, grouped and transposed convolutions and resizing, and its port to linen."""
+"""A U-Net with group norms, dilated, grouped and transposed convolutions and resizing, and its linen port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A convolutional network with batch norms, and a vision transformer of transformers, each with a port to nnx."""
+"""A convolutional network with batch norms and a vision transformer of transformers, with their nnx ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planted bugs put in the place of right code: functions that ``bugs.toml`` names."""
+"""Wrong functions that planted bugs substitute for right ones. ``bugs.toml`` names them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def edited(function: Callable[..., Any], *changes: tuple[str, str], **helpers: A
 
 
 def none() -> None:
-    """TOML has no such value."""
+    """A value that TOML cannot write."""
 
 
 def gelu() -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""What the rank processes run in the tests of asynchronous saves and of the manager."""
+"""Rank functions of the tests of asynchronous saves and of the manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_impl.checkpoint.saving import ChunkPlanner, PlannedSave
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Chunks that are written from a copy wait until the function that this gives is called."""
+    """Block the writes of copied chunks until the yielded function is called."""
     gate, resolve = threading.Event(), ChunkPlanner.resolve_data
 
     def waiting(self: ChunkPlanner, item: Any) -> Any:
@@ -50,7 +50,7 @@ def save_both_ways(run_name: str, strategy: str, path: str) -> list[float]:
         assert not pending.done()
         assert not os.path.exists(f"{path}/later/1")
         release()
-        # The collectives of this step and those of the save go on at once.
+        # The collectives of this step and of the save run at the same time.
         losses.append(step(model, optimizer, 3))
         pending.wait()
     return losses
@@ -97,7 +97,7 @@ def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 def failing(where: str, rank: int, path: str) -> dict[str, Any]:
-    """Errors of ``wait`` and of the save after one that nobody waited for; what is on disk; the steps go on."""
+    """Errors of ``wait`` and of the next save after an unawaited failure; the files on disk; training continues."""
     model, optimizer = RUNS["decoder"]("optim_grads_params", seed=1)
     outcome: dict[str, Any] = {}
     with full_disk(where, rank):
@@ -106,7 +106,7 @@ def failing(where: str, rank: int, path: str) -> dict[str, Any]:
         outcome["wait"] = _error_of(pending.wait)
     with full_disk(where, rank):
         untold = save_checkpoint_async(f"{path}/2", model, optimizer)
-        # Some ranks are told, others not: the next save fails on all of them all the same.
+        # Only some ranks know the error, but the next save fails on all ranks.
         if dist.get_rank() == 0:
             _error_of(untold.wait)
         untold._thread.join()  # type: ignore[union-attr]  # a save in the background has one
@@ -142,7 +142,7 @@ def destroyed_too_early(path: str) -> str:
 
 
 def managed_run(strategy: str, path: str, first: int, last: int, asynchronous: bool = True) -> dict[str, Any]:
-    """Go on from the latest step if there is one, and save every step."""
+    """Continue from the latest step, if there is one, and save every step."""
     model, optimizer = RUNS["decoder"](strategy, seed=1 + first)
     losses = []
     with CheckpointManager(
@@ -166,7 +166,7 @@ def manager_in_a_place_that_cannot_be_written(path: str) -> tuple[str, str]:
 
 
 def metrics_of_one_rank(path: str) -> tuple[str, list[int]]:
-    """The error where rank 0 has no number, and the steps after a save in which another rank has none."""
+    """The error if rank 0 has no number, and the steps after a save in which another rank has none."""
     model, optimizer = RUNS["decoder"]("optim", seed=1)
     mine, others = (
         ({"loss": None}, {"loss": 1.0}) if dist.get_rank() == 0 else ({"loss": 1.0}, {"loss": None})

@@ -1,4 +1,4 @@
-"""What the rank processes run in the checkpoint tests. Every rank trains on its own slice of a global batch."""
+"""Rank functions of the checkpoint tests. Every rank trains on its own slice of a global batch."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def interrupted(run_name: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train two steps, save, and train two more as if nothing had happened."""
+    """Train two steps, save, and train two more steps."""
     model, optimizer = RUNS[run_name](strategy, seed=1, **options)
     for index in (0, 1):
         step(model, optimizer, index)
@@ -168,7 +168,7 @@ def interrupted(run_name: str, strategy: str, path: str, options: Mapping[str, A
 
 
 def resumed(run_name: str, strategy: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Load into another, already trained run; forward; train two steps."""
+    """Load into another trained run, run a forward, and train two steps."""
     model, optimizer = RUNS[run_name](strategy, seed=5, **options)
     step(model, optimizer, 11)
     optimizer.param_groups[0].update(lr=9.0, weight_decay=9.0, betas=(0.1, 0.2), eps=9.0)
@@ -194,7 +194,7 @@ def stored_rows(run_name: str, strategy: str, path: str) -> dict[str, list[tuple
 
 
 def plain_load(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> State:
-    """Stock load into ordinary tensors on every rank."""
+    """Load with stock DCP into ordinary tensors on every rank."""
     tensors = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
     }
@@ -226,7 +226,7 @@ class _Unit(nn.Module):
 
 
 def forward_after_load_where_ranks_hold_nothing(strategy: str, path: str) -> list[float]:
-    """A unit of two elements: with three or four ranks, some own no row of anything."""
+    """A unit of two elements, so that with three or four ranks some ranks own no row."""
     model = fully_shard(_Unit(), strategy=strategy)
     optimizer = MainWeightAdamW(model.parameters())
     save_checkpoint(path, model, optimizer)
@@ -283,13 +283,13 @@ def _failing(where: str, rank: int) -> Iterator[None]:
 
 
 def failing_save(path: str, where: str, rank: int) -> tuple[str, str, list[str]]:
-    """Error type and text of a save that fails on one rank, and what is left beside the destination."""
+    """Error type and text of a save that fails on one rank, and the files left next to the destination."""
     model, optimizer = decoder_run("optim", seed=1)
     with _failing(where, rank):
         error = _error_of(save_checkpoint, path, model, optimizer)
     dist.barrier()
     left = sorted(os.listdir(Path(path).parent))
-    # The group of ranks is still in step: the very same save works now.
+    # The ranks are still in step: the same save works now.
     dist.barrier()
     save_checkpoint(f"{path}-again", model, optimizer)
     return (*error, left)

@@ -1,7 +1,7 @@
-"""One table of programs, each run once with torch's FSDP2 and once with this package, and compared fact by fact.
+"""A table of programs. Each program runs with torch's FSDP2 and with this package, and the facts are compared.
 
-A program is a function of an ``Engine``. It checks against one process that has all ranks' data what it can, and
-returns facts, such as losses, dtypes, counts of collectives or an error's first line: by name, or one value.
+A program is a function of an ``Engine``. The program checks what it can against one process with the data of all ranks.
+It returns facts, such as losses, dtypes, counts of collectives or an error's first line, by name or as one value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETURNED = "returned"
 
 @dataclass(frozen=True)
 class Raised:
-    """In place of a value: the error's kind and the first line of its text."""
+    """Stands for the value of a call that raised: type of the error and first line of its text."""
 
     text: str
 
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Design:
-    """Why a fact differs, and patterns of what ours, and FSDP2's, must look like all the same."""
+    """Why a fact differs, and the patterns that our fact and FSDP2's fact must still match."""
 
     why: str
     ours: str
@@ -143,7 +143,7 @@ def show(ranks: RankGroup, program: Program) -> Shown:
     try:
         of_ranks = ranks.run(program.world, _on_both, program.run, program.args)
     except RankError as error:
-        # Ranks that wait for one that raised, or that died, are a verdict too; other programs go on.
+        # If a rank raised or died, the other ranks wait. This is a verdict, too, and other programs continue.
         return Shown(program, [Line("the ranks", "not reached", Raised(str(error)), FAILED)])
     return Shown(program, compared(program, of_ranks))
 
@@ -186,7 +186,7 @@ def _line(program: Program, name: str, stock: Any, ours: Any) -> Line:
 
 
 def alike(stock: Any, ours: Any, within: float | None = None) -> bool:
-    """Equal, but floats up to rounding, or up to the relative tolerance."""
+    """Whether two facts are equal, with floats up to rounding or to the relative tolerance."""
     if type(stock) is not type(ours):
         return False
     if isinstance(stock, dict):

@@ -1,4 +1,4 @@
-"""The shipped decoder cut over a tensor-parallel axis by a policy, and one process that trains on the whole batch."""
+"""The shipped decoder, cut over a tensor-parallel axis by a policy, and one process that trains on the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def decoder() -> Decoder:
-    """In float64, with weights so large that every one matters to the loss."""
+    """A float64 decoder with weights so large that each one affects the loss."""
     model = Decoder(CONFIG).double()
     model.init_weights(3)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tensors cut in all the ways that meshes of one to three axes allow, for the tests of ``RowDTensor``."""
+"""Tensors cut in all ways that meshes of one to three axes allow, for the tests of ``RowDTensor``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(7, 3), (5,), (), (2, 3, 4), (1, 9), (0, 4), (4, 4, 2), (6, 1)]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a mesh of this shape holds tensors; rows are not cut at all with ``axes`` 0."""
+    """How a mesh of this shape holds tensors. With ``axes`` 0 rows are whole."""
 
     mesh_shape: tuple[int, ...]
     axes: int = 1
@@ -73,7 +73,7 @@ def values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
 
 
 def uneven_bounds(num_rows: int, shards: int) -> tuple[int, ...]:
-    """The first shard has half the rows, the last but one none, the last the rest."""
+    """The first shard has half of the rows, the second to last has none, and the last has the rest."""
     inner = [min(num_rows, (num_rows + 1) // 2 + k) for k in range(shards - 1)]
     if shards > 2:
         inner[-1] = inner[-2]
@@ -81,7 +81,7 @@ def uneven_bounds(num_rows: int, shards: int) -> tuple[int, ...]:
 
 
 def distribute(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
-    """``full``, which all ranks hold, as ``cut`` says; the local tensor has memory of its own."""
+    """``full``, which all ranks hold, cut by ``cut``. The local tensor has its own memory."""
     data = mesh.ndim - len(cut.tensor_parallel)
     part, coordinate = full, mesh.get_coordinate()
     assert coordinate is not None
@@ -111,7 +111,7 @@ def distribute(full: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> RowDTensor:
 
 
 def _chunk(tensor: torch.Tensor, chunks: int, dim: int, index: int) -> torch.Tensor:
-    """As torch cuts: of a short dimension there are fewer chunks."""
+    """Cut like torch: a short dimension has fewer chunks."""
     pieces = tensor.chunk(chunks, dim)
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
 

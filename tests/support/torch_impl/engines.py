@@ -1,4 +1,4 @@
-"""torch's FSDP2 and this package as engines of one program, and one process that has all ranks' data."""
+"""Engines of one program: torch's FSDP2, this package, and one process with the data of all ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Engine:
         return self.package.fully_shard(module, **options)
 
     def shard_all(self, *modules: Any, **options: Any) -> Any:
-        """Each is a unit, the last one the root, which is returned."""
+        """Make each module a unit. The last one is the root, which is returned."""
         for module in modules:
             self.package.fully_shard(module, **options)
         return modules[-1]
 
     @contextmanager
     def refused(self, error: type[BaseException], match: str) -> Iterator[None]:
-        """What stands below raises in this package, and runs with FSDP2."""
+        """The block raises in this package and runs with FSDP2."""
         if not self.ours:
             yield
             return
@@ -56,7 +56,7 @@ ENGINES = (Engine(fsdp, False), Engine(torch_impl, True))
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """An empty folder that all ranks see, and that is gone afterwards."""
+    """An empty folder that all ranks see. It is removed afterwards."""
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(paths)
     try:
@@ -128,7 +128,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> 
 
 
 def gradients_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Each parameter has the reference's gradient, or None as it has, under the same names."""
+    """Assert that each parameter has the reference's gradient (or None) under the same name."""
     wanted = dict(reference.named_parameters())
     params = dict(model.named_parameters())
     assert list(params) == list(wanted)

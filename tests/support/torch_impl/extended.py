@@ -1,7 +1,6 @@
-"""Classes of parameters that say what is gathered of them, as FSDP2 and ``torch_impl.runtime.weights.extension`` ask
-them to.
+"""Parameter classes with all-gather extensions, for FSDP2 and ``torch_impl.runtime.weights.extension``.
 
-``Halved`` is trained in float32 and gathered as bfloat16, as is ``Rounded``, which FSDP2 can train too. ``Bytes`` is
+``Halved`` and ``Rounded`` train in float32 and are gathered as bfloat16; FSDP2 can train ``Rounded``, too. ``Bytes`` is
 frozen: rows of int8 with a scale each.
 """
 
@@ -18,7 +17,7 @@ _aten = torch.ops.aten
 
 
 class Halved(torch.Tensor):
-    """Wraps a tensor of its own shape and dtype. It pads rows to those of the first rank if ``pads``."""
+    """Wraps a tensor of the same shape and dtype. With ``pads``, pads rows to the number of the first rank."""
 
     calls: ClassVar[Counter[str]] = Counter()
     pads: ClassVar[bool] = True
@@ -48,10 +47,10 @@ class Halved(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Halved, lambda halved: halved.values, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        # Of what is computed with, as a wrapper of weights: plain.
+        # Results of computations are plain tensors.
         if func in (_aten.mm.default, _aten.addmm.default, _aten.t.default):
             return out
-        # Derived classes keep theirs.
+        # Derived classes keep their own.
         return pytree.tree_map_only(torch.Tensor, cls, out)
 
     def fsdp_pre_all_gather(
@@ -84,13 +83,13 @@ class Halved(torch.Tensor):
                 local.copy_(half[: len(local)])
             return None
         whole = half.to(dtype)
-        # Also where the cast is none.
+        # Also if the cast changes nothing.
         whole = whole.clone() if whole is half else whole
         return whole, (half, whole)
 
 
 class Rounded(Halved):
-    """Filling a whole weight again is no change for autograd, which FSDP2 leaves to the class."""
+    """Autograd must see no change when a whole weight is filled again. FSDP2 leaves this to the class."""
 
     def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
         if out is None:

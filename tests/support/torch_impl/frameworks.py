@@ -1,7 +1,7 @@
-"""Programs of other packages that call FSDP2 by themselves, run by torch's ``fully_shard`` and by ours.
+"""Public programs that call FSDP2 themselves, run with torch's ``fully_shard`` and with ours.
 
-A program is a function of no more than a folder; ``run`` calls it with what the names of ``torch.distributed.fsdp``
-stand for at the time. The packages are those of the ``programs`` extra.
+A program is a function of a folder. ``run`` calls it with the current meaning of the names of
+``torch.distributed.fsdp``. The extra ``programs`` installs the packages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "torch_impl")
 
 
 def needs(*packages: str, advice: str = "pip install '.[programs]'") -> pytest.MarkDecorator:
-    """Skip a test where one of the packages is not installed."""
+    """Skip a test if one of the packages is not installed."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed: {advice}")
 
@@ -38,7 +38,7 @@ def needs(*packages: str, advice: str = "pip install '.[programs]'") -> pytest.M
 def run(library: str, program: Callable[..., Any], *args: Any, fresh: tuple[str, ...] = ()) -> Any:
     """``program(*args)`` with FSDP2 of ``library``, one of ``LIBRARIES``.
 
-    fresh: packages that bind FSDP2's names when they are imported, and so are imported anew.
+    fresh: packages that bind FSDP2's names at import, so the function imports them again.
     """
     with nullcontext() if library == "torch" else _installed():
         _forget(fresh)
@@ -56,7 +56,7 @@ def both(program: Callable[..., Any], folder: str, fresh: tuple[str, ...] = ()) 
 @contextmanager
 def _installed() -> Iterator[None]:
     with warnings.catch_warnings():
-        # Of modules that a program before this one has imported.
+        # Modules that an earlier program imported.
         warnings.filterwarnings("ignore", "torch_impl.install", UserWarning)
         installation = torch_impl.install()
     with installation:
@@ -70,7 +70,7 @@ def _forget(packages: tuple[str, ...]) -> None:
 
 
 def assert_sharded(model: nn.Module) -> None:
-    """By the library that is installed: a test must not compare torch with torch."""
+    """Assert that the right library is installed, because a test must not compare torch with torch."""
     module_class = importlib.import_module("torch.distributed.fsdp").FSDPModule
     assert isinstance(model, module_class)
     ours = module_class is torch_impl.FSDPModule
@@ -91,7 +91,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Result(NamedTuple):
-    """Of a run: this rank's losses of all microbatches, norms of gradients, and whole weights at the end."""
+    """Results of a run: losses of all microbatches on this rank, norms of gradients, whole weights at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -118,7 +118,7 @@ def assert_equal_runs(runs: list[list[Result]], learned: float) -> None:
 
 @contextmanager
 def accelerate_on_cpus() -> Iterator[ModuleType]:
-    """accelerate, which has FSDP on accelerators only, as it is on one: gloo and CPU in the place of nccl and CUDA."""
+    """Let accelerate, which has FSDP on accelerators only, use gloo and CPU in place of nccl and CUDA."""
     import accelerate
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
@@ -145,7 +145,7 @@ def accelerate_on_cpus() -> Iterator[ModuleType]:
 
 
 def llama(seed: int, tied: bool = False, **options: Any) -> nn.Module:
-    """A small Llama of transformers, whose rows no number of ranks divides."""
+    """A small Llama of transformers. No number of ranks divides its rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -167,6 +167,6 @@ def llama(seed: int, tied: bool = False, **options: Any) -> nn.Module:
 
 
 def tokens(step: int, rows: int = 2, length: int = 10) -> torch.Tensor:
-    """This rank's tokens of a step, ``[rows, length]``: few and different on every rank, so that they are learned."""
+    """This rank's tokens of a step, ``[rows, length]``: few and different on each rank, so they are learned."""
     generator = torch.Generator().manual_seed(1000 * (step % 2) + dist.get_rank())
     return torch.randint(0, 67, (rows, length), generator=generator)

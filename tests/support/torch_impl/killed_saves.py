@@ -1,4 +1,4 @@
-"""A run on one or two ranks that saves asynchronously by the manager, forked and killed by ``Zygote``."""
+"""A run on one or two ranks that saves asynchronously by the manager. ``Zygote`` forks and kills it."""
 
 from __future__ import annotations
 

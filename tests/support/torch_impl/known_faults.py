@@ -1,7 +1,7 @@
-"""Faults seen in existing implementations of sharded training, and the tests that would notice them here.
+"""Known faults of other sharded-training implementations, and the tests that would see them here.
 
-The numbers are those of the list that came from running Megatron-FSDP's newest code beside ``fully_shard``; ``HAZARDS``
-are what its older versions, its pull requests and its issues warn of. Tests are named without their files.
+The numbers are those of a list from runs of Megatron-FSDP's newest code next to ``fully_shard``. ``HAZARDS`` come from
+its older versions, pull requests and issues. Tests are named without their files.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Transfers that end only when they are waited for, and write what they give no sooner than then.
+"""Transfers that end only in ``wait``, and that write their results no sooner.
 
-gloo often ends a collective before the program looks: a program that forgets to wait then reads the right values, and
-one that reuses memory too early spoils nothing. Here neither is possible, in two ways:
+gloo often ends a collective before the program looks. A program that forgets to wait then reads the right values, and a
+program that reuses memory too early spoils nothing. Here two methods make both errors visible:
 
 ``late_collectives``
-    A collective that is begun asynchronously fills what it will write with NaN, and does its work in ``wait``.
+    An asynchronous collective first fills its output with NaN and does its work in ``wait``.
 ``late_lanes``
-    All steps of a transfer, copies from and to the host's memory included, run when the transfer is finished. The
-    schedule is that of CUDA, where collectives work on no copies.
+    All steps of a transfer, including copies from and to host memory, run when the transfer finishes. The schedule is
+    CUDA's, where collectives do not work on copies.
 
-Ranks that wait in different orders hang, as they do with NCCL.
+Ranks that wait in different orders hang, as with NCCL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_impl.comm.streams import CpuStreams
 
 
 class _Late:
-    """Work that ``wait`` does, once."""
+    """Work that the first ``wait`` does."""
 
     only_waits = False
 
@@ -41,10 +41,10 @@ class _Late:
 
 
 def _spoil(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Fill ``outputs`` with NaN, but what is an input too."""
+    """Fill ``outputs`` with NaN, except outputs that are also inputs."""
     kept = [(tensor, tensor.clone()) for tensor in inputs]
     for output in outputs:
-        # Bytes of ones are NaN in every float dtype but float8_e8m0fnu, where they are, too.
+        # Bytes of ones are NaN in every float dtype, float8_e8m0fnu included.
         output.view(torch.uint8).fill_(255)
     for tensor, values in kept:
         tensor.copy_(values)
@@ -59,7 +59,7 @@ def late_collectives() -> Iterator[None]:
         def begin(outputs: Any, inputs: Any, group: Any, async_op: bool = False) -> Any:
             if not async_op:
                 return collective(outputs, inputs, group)
-            # Of the same memory, but without a count of changes: the runtime counts those that it makes.
+            # The same memory without a change counter, because the runtime counts its own changes.
             outputs, inputs = [tensor.data for tensor in outputs], [tensor.data for tensor in inputs]
             _spoil(outputs, inputs)
             return _Late(lambda: collective(outputs, inputs, group))

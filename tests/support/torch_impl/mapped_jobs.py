@@ -1,4 +1,4 @@
-"""What the rank processes run in the tests of mappings at save and load."""
+"""Rank functions of the tests of mappings at save and load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ split = "hollow : b a"
 
 
 class Fused(nn.Module):
-    """A projection of two groups of three queries, a key and a value, a stack of experts, and a tensor without rows."""
+    """A projection of two groups (three queries, a key, a value), a stack of experts, and a tensor without rows."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def save_both(model_name: str, strategy: str, dtype: str, mapping: str, path: st
 
 
 def _local_bytes(model: nn.Module, optimizer: MainWeightAdamW) -> dict[str, np.ndarray]:
-    """This rank's part of weights and optimizer states; gloo knows no float8, so as bytes."""
+    """This rank's part of weights and optimizer states, as bytes, because gloo has no float8."""
     values = {f"model.{name}": value for name, value in model.named_parameters()}
     for name, parameter in model.named_parameters():
         values |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}

@@ -1,4 +1,4 @@
-"""Programs that follow the plan of the pool for some steps and then depart from it."""
+"""Programs that follow the plan of the pool for some steps and then deviate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parallel(blocks: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def detached(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    """Blocks through which no gradient goes back, beside paths around them."""
+    """Blocks without a gradient, with paths around them that have one."""
     a = blocks[0](x)
     b = blocks[1](a)
     c = blocks[2](b.detach())
@@ -67,7 +67,7 @@ def twice(blocks: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def crossing(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    """Each block's output meets the output of the one two before it again and again."""
+    """Each block's output is combined repeatedly with the output of the block two before it."""
     before = x
     for _ in range(2):
         for block in blocks:
@@ -136,7 +136,7 @@ def kept_unreduced(model: Tower, first: torch.Tensor, second: torch.Tensor) -> N
 
 
 def kept_after_half_a_backward(model: Tower, first: torch.Tensor, second: torch.Tensor) -> None:
-    """The option changes while a block's gradients are being collected."""
+    """Change the option while a block collects gradients."""
 
     def unsync(grad: torch.Tensor) -> None:
         if isinstance(model, torch_impl.FSDPModule):
@@ -166,7 +166,7 @@ def evaluating(model: Tower, first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def evaluating_first(model: Tower, first: torch.Tensor, second: torch.Tensor) -> None:
-    """The weights have changed when they are gathered in inference mode."""
+    """Gather changed weights in inference mode."""
     model.eval()
     with torch.inference_mode():
         loss_of(model, second.clone(), reordered)
@@ -226,7 +226,7 @@ def frozen(model: Tower, first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def explicitly_gathered(model: Tower, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Weights that a program shows stay what they are while others are gathered."""
+    """Weights that a program shows stay unchanged while other weights are gathered."""
     loss = loss_of(model, second)
     sharded = isinstance(model, torch_impl.FSDPModule)
     before = whole(model.blocks[3].down.weight) if sharded else None

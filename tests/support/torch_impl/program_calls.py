@@ -1,12 +1,12 @@
-"""Which names of FSDP2, and of the DTensors that it makes, the sources of a program use; nothing of them is run.
+"""Find the names of FSDP2 and of its DTensors that the sources of a program use. Nothing of the program runs.
 
-A name is written as in ``program_table``::
+Names are written as in ``program_table``::
 
     fsdp.X                imported from torch.distributed.fsdp, or from a private module of FSDP2
     fully_shard(x=)       an argument
     .x()                  a method of a sharded module
     state_dict.x          a function of torch.distributed.checkpoint.state_dict
-    DTensor.x             read or called of a DTensor, or makes one
+    DTensor.x             an attribute or method of a DTensor, or a way to make a DTensor
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plays random programs: sharded and, as the reference, on plain replicas whose gradients are averaged."""
+"""Run random programs sharded, and as a reference on plain replicas whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRANSFERS: dict[str, Callable[[], Any]] = {
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
-    # The moments of elements without gradients, whose last bits are noise, must not be divided by one another.
+    # Moments of elements without gradients are noise and must not be divided by each other.
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
 }
 
@@ -167,7 +167,7 @@ class Player:
         self._optimizer.zero_grad()
 
     def _average(self) -> None:
-        """Of gradients that are averages already, these stay as they are."""
+        """Leave gradients unchanged that are averages already."""
         if not self._sharded:
             for name, param in self.model.named_parameters():
                 if param.grad is not None:
@@ -209,8 +209,8 @@ class Player:
             self._optimizer.load_state_dict(state)
 
     def save_and_load(self) -> None:
-        """To disk; the weights are changed before they are loaded."""
-        # Momenta that there are not yet cannot be saved; plain SGD has none, and AdamW's are made.
+        """Save to disk, change the weights, and load."""
+        # Missing momenta cannot be saved. Plain SGD has none, and AdamW's are created first.
         partial = self._optimizer.defaults.get("momentum") and len(self._optimizer.state) < len(
             [*self.model.parameters()]
         )

@@ -1,7 +1,7 @@
-"""Every call of FSDP2 that seven programs make, with a first place in each and the test that shows what becomes of it.
+"""Every call of FSDP2 in seven programs, with its first place in each program and the test that covers the call.
 
-Read in torchtitan 0.3.0 (and 0.2.2 where that is said), accelerate 1.15.0, TRL 1.16.0, torchtune 0.6.1, verl
-0.9.1, Lightning 2.6.6 and axolotl 0.19.0, by ``program_calls``, which also says how names are written.
+The calls come from torchtitan 0.3.0 (and 0.2.2 where stated), accelerate 1.15.0, TRL 1.16.0, torchtune 0.6.1, verl
+0.9.1, Lightning 2.6.6 and axolotl 0.19.0, read by ``program_calls``, which also defines the names.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Wide(nn.Module):
 
 
 def bytes_of(values: torch.Tensor, gather: str) -> tuple[np.ndarray, np.ndarray]:
-    """Payload by rows and scales of a whole tensor."""
+    """Payload and row scales of a whole tensor."""
     rows = values.detach().float().reshape(-1, values.shape[-1]).numpy()
     return float8.quantize_rows(rows) if gather == "mxfp8" else float8.quantize_tensor(rows)
 
@@ -80,7 +80,7 @@ def straight_through(
 
 
 def expected_pieces(layout: Layout, values: dict[str, torch.Tensor], gather: str) -> np.ndarray:
-    """What a gather must fill: the whole tensors' bytes, put where the layout has each shard's rows."""
+    """The bytes that a gather must fill: bytes of whole tensors at the layout's place of each shard's rows."""
     shards, scales_at = layout.num_shards, layout.shard_size
     pieces = np.zeros((shards, float8.piece_bytes(layout, gather)), np.uint8)
     alike = not any(size % 32 for slot in layout.slots for size in (slot.row_size, slot.offset)) and not any(

@@ -1,7 +1,7 @@
-"""Random training programs over units of every kind: what they consist of, and how a seed draws them.
+"""Random training programs over units of every kind, drawn from a seed.
 
-Drawn is which modules are units and with what options, then operations, which are methods of ``Player``. A program's
-text alone repeats a failure.
+A seed draws which modules are units, their options, and then operations, which are methods of ``Player``. The text of a
+program suffices to repeat a failure.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Net(nn.Module):
 
 
 class _Draw:
-    """What one seed draws. Routes are drawn again and again: prefetching and the pool go by what was before."""
+    """Everything that one seed draws. Routes repeat, because prefetching and the pool follow earlier routes."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -177,7 +177,7 @@ class _Draw:
         return rng.choice(self._routes)
 
     def operations(self, name: str) -> list[tuple[Any, ...]]:
-        """An operation, and what must come before it."""
+        """An operation and its prerequisites."""
         rng = self.rng
         if name in BACKWARDS:
             routes = [self.route() for _ in range(2 if name.startswith("two") else 1)]
@@ -192,7 +192,7 @@ class _Draw:
         return [(name, *arguments.get(name, lambda: (self.route(),))())]
 
     def step(self) -> list[tuple[Any, ...]]:
-        """The last backward before a step, the step, and what is done with weights and gradients after it."""
+        """The last backward before a step, the step, and operations on weights and gradients after the step."""
         rng = self.rng
         operations: list[tuple[Any, ...]] = [("sync", "all"), ("train", self.route())]
         if rng.random() < 0.3:

@@ -1,7 +1,7 @@
-"""Models of ``transformers``, which no one here wrote: small random configurations, units, data and a reference.
+"""Public models of ``transformers``: small random configurations, units, data and a reference.
 
-The sizes are awkward (odd vocabularies, rows without small common multiples), dropout is off, and every sample of a
-batch weighs the same, so that the mean of the ranks' losses is the loss of the whole batch.
+Sizes are awkward (odd vocabularies, rows without small common multiples), and dropout is off. Every sample of a batch
+has the same weight, so the mean of the ranks' losses equals the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
 
 @dataclass(frozen=True)
 class RealModel:
-    """How to build a model, which modules under the root users make units, and ``samples`` inputs of a step."""
+    """How to build a model, which modules under the root are units, and ``samples`` inputs of a step."""
 
     build: Callable[[], nn.Module]
     layers: Callable[[Any], Iterable[nn.Module]]
@@ -49,12 +49,12 @@ class RealModel:
             return self.build().train()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """In the order in which users shard them: each layer, then the root."""
+        """Modules in the order in which users shard them: each layer, then the root."""
         return [*self.layers(model), model]
 
 
 def _tokens(step: int, samples: int) -> dict[str, Tensor]:
-    """Sequences that a first token determines, so that there is something to learn."""
+    """Sequences that the first token determines, so that the model has something to learn."""
     tokens = [torch.randint(_VOCAB, (samples,), generator=torch.Generator().manual_seed(step))]
     while len(tokens) < _LENGTH:
         tokens.append((5 * tokens[-1] + 1) % _VOCAB // 3)

@@ -1,11 +1,11 @@
-"""torchtitan's own models and optimizers, of one release, on a CPU.
+"""Run the models and optimizers of one torchtitan release on a CPU.
 
-Runs as a script, since a process can import one release only: the folders of the packages, then what to do::
+This is a script, because a process can import only one release::
 
     python tests/support/torch_impl/torchtitan_runs.py RELEASE FAMILY FOLDER
 
-The model trains, is saved as torchtitan's checkpoint manager does it, goes to JAX's names and back, and to Hugging
-Face's. Training goes on from what came back. Prints ``ok`` at the end.
+The model trains and is saved like torchtitan's checkpoint manager does. The checkpoint goes to JAX's names and back,
+and to Hugging Face's names. Training continues from the converted checkpoint. Prints ``ok`` at the end.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
 
 
 def model_0_3(family: str, *, fused: bool) -> tuple[nn.Module, Any, Any]:
-    """The same of torchtitan 0.3, with its attention for CPUs."""
+    """The same for torchtitan 0.3, with its attention for CPUs."""
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.nn_modules import RMSNorm
@@ -185,7 +185,7 @@ class Run:
         return losses
 
     def state(self) -> dict[str, Any]:
-        """As torchtitan's checkpoint manager has it: the model's tensors at the root."""
+        """The state as in torchtitan's checkpoint manager, with the model's tensors at the root."""
         return {**self.model.state_dict(), "optimizer": self.optimizers.state_dict()}
 
     def by_its_adapter(self, key: str = "") -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ class Run:
         with torch.no_grad():
             for parameter, own in zip(holder.parameters(), self.model.parameters(), strict=True):
                 parameter.copy_(kept[own][key] if key else own)
-        # torchtitan takes fused weights apart as it saves them.
+        # torchtitan splits fused weights when it saves them.
         tensors = self.adapter(self.sizes, None).to_hf(holder.state_dict())
         buffers = {"e_score_correction_bias"} if key else set()
         return {name: x.detach().clone() for name, x in tensors.items() if name.split(".")[-1] not in buffers}

@@ -1,4 +1,4 @@
-"""A small model of awkward shapes, its data, and what its ranks' results are compared with.
+"""A small model with awkward shapes, its data, and reference results.
 
 The shapes make shards uneven and empty: rows of 5, 7 and 3 elements, a scalar, a stack, a single-row matrix.
 """
@@ -49,7 +49,7 @@ class Toy(nn.Module):
 
 
 def sharded_toy(blocks: int = 2, dtype: torch.dtype = torch.float32, **options: object) -> Toy:
-    """Each block a unit, then the root."""
+    """Make each block a unit, then the root."""
     model = Toy(blocks).to(dtype)
     for block in model.blocks:
         torch_impl.fully_shard(block, **options)
@@ -98,7 +98,7 @@ def rank_inputs() -> list[torch.Tensor]:
 def assert_same_gradients(
     model: nn.Module, reference: nn.Module, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:
-    """Missing gradients and zeros are the same here: a group counts missing ones as zero."""
+    """Treats missing gradients as zeros, because a group does the same."""
     expected = dict(reference.named_parameters())
     for name, param in model.named_parameters():
         want = expected[name].grad

@@ -1,6 +1,6 @@
-"""Models that tests share: small, with odd sizes, so that shards are uneven.
+"""Models that tests share. They are small and have odd sizes, so that shards are uneven.
 
-The first four are those of PyTorch's own tests of FSDP2; ``toy.py`` has a model with scalars and stacks.
+The first four are those of PyTorch's own tests of FSDP2. ``toy.py`` has a model with scalars and stacks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tied(nn.Module):
 
 
 class TwoParts(nn.Module):
-    """``forward`` is one of several ways in."""
+    """``forward`` is one of several entry points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TwoParts(nn.Module):
 
 
 def named(**modules: nn.Module) -> nn.Sequential:
-    """Modules that are called in turn, under names of their own."""
+    """Named modules that are called in turn."""
     return nn.Sequential(OrderedDict(modules))
 
 
@@ -112,7 +112,7 @@ class Chain(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen base, and a trained path of low rank beside it, as of LoRA: ``[B, columns] -> [B, rows]``."""
+    """A frozen base with a trained low-rank path, as in LoRA: ``[B, columns] -> [B, rows]``."""
 
     def __init__(self, base: nn.Module, columns: int, rows: int, *, bias: bool = False) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ The names of what is kept for a weight tell the optimizer, as far as names can:
              momentum_buffer                        SGD                              trace
 
 These pairs are equal numbers, so bits are copied. Every other state is refused by the optimizer's name, with the
-reason: the formulas were read in the sources of torch 2.13 and optax 0.2.8. `README.md` has the whole table.
+reason. The formulas are from torch 2.13 and optax 0.2.8. The whole table is in `docs/reference/families.md`.
 """
 
 from __future__ import annotations
