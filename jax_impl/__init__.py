@@ -19,7 +19,9 @@ except ModuleNotFoundError as error:
     # If another module is missing, the installation is damaged, and the extra would not repair it.
     if error.name != "jax":
         raise
-    raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
+    from bridge.core.extras import install_advice
+
+    raise ImportError(f"jax_impl needs JAX, which is not installed: {install_advice('jax')}") from error
 
 from bridge.core.formats.saving.pending import PendingSave
 from bridge.core.sharding import (

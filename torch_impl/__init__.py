@@ -18,8 +18,10 @@ except ModuleNotFoundError as error:
     # Anything else that is missing is a damaged installation, which the extra would not mend.
     if error.name != "torch":
         raise
+    from bridge.core.extras import install_advice
+
     raise ImportError(
-        "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'"
+        f"torch_impl needs PyTorch, which is not installed: {install_advice('torch')}"
     ) from error
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

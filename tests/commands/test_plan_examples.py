@@ -43,8 +43,11 @@ def loss(model, batch):
 def examples() -> Iterator[str]:
     """Command lines, each once; those with placeholders in capitals or dots are none."""
     runner = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"})
-    texts = [(ROOT / name).read_text() for name in ("README.md", "bridge/planning/README.md")]
-    texts.append(runner.invoke(app, ["plan", "--help"]).output)
+    # Those of README.md are run by tests/test_readme.py.
+    texts = [
+        (ROOT / "bridge/planning/README.md").read_text(),
+        runner.invoke(app, ["plan", "--help"]).output,
+    ]
     lines: dict[str, None] = {}
     for text in texts:
         for line in re.findall(r"^[\s│]*(twinshard plan [^#\n│]+)", text, re.MULTILINE):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bridge.core.extras import why_no_pictures
 from bridge.parity.partners.rows import STAGES, Row
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
@@ -114,7 +115,8 @@ def _legend() -> Sequence[tuple[str, str]]:
 
 
 def _charts(report: ParityReport) -> Iterator[tuple[str, Sequence[Row], str]]:
-    """Titles, rows from left to right, and their charts."""
+    """Titles, rows from left to right, and their charts; without matplotlib why there are none."""
+    missing = why_no_pictures()
     by_ratio = sorted(
         report.stage("gradients"),
         key=lambda row: math.inf if math.isnan(row.ratio) else row.ratio,
@@ -125,7 +127,10 @@ def _charts(report: ParityReport) -> Iterator[tuple[str, Sequence[Row], str]]:
         ("Backward: error of modules' gradients, same order", report.stage("backward")),
         ("Gradients of parameters, by ratio, the largest first", by_ratio),
     ):
-        yield title, rows, inline_svg(depth_figure(rows), title, tips_of(rows)) if rows else ""
+        if missing or not rows:
+            yield title, rows, missing or ""
+        else:
+            yield title, rows, inline_svg(depth_figure(rows), title, tips_of(rows))
 
 
 def histogram(rows: Sequence[Row]) -> list[list[int]]:
