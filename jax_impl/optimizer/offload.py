@@ -26,7 +26,7 @@ class Offload:
     main_weights: whether the weights lie there, too, frozen ones included.
     update: where an optimizer's update is computed. "host": by the host's processor, with all moments and main weights
         in its memory, and step counts, by which a step knows it. Only gradients travel there, and weights back for the
-        next step, unit by unit (``docs/jax_impl.md``, host memory). For optimizers that keep a step count and treat
+        next step, unit by unit (``docs/how-to/offload.md``). For optimizers that keep a step count and treat
         elements alike; a global norm of gradients (clipping) is computed on the devices.
 
     Raises ``ValueError`` for a share that is none, for another ``update``, and for ``update="host"`` without

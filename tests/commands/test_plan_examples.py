@@ -43,7 +43,10 @@ def loss(model, batch):
 def examples() -> Iterator[str]:
     """Command lines, each once; those with placeholders in capitals or dots are none."""
     runner = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"})
-    texts = [(ROOT / name).read_text() for name in ("README.md", "bridge/planning/README.md")]
+    texts = [
+        (ROOT / name).read_text()
+        for name in ("README.md", "docs/start/plan.md", "docs/how-to/choose-a-policy.md")
+    ]
     texts.append(runner.invoke(app, ["plan", "--help"]).output)
     lines: dict[str, None] = {}
     for text in texts:
