@@ -8,7 +8,7 @@ A flax nnx model, a linen module's parameters or any pytree goes in; pure functi
     step = make_train_step(plan, lambda model, rows: loss(model(rows)), optimizer, microbatches=2)
     state, metrics = step(state, tokens)
 
-``docs/jax_impl.md`` says what a program may rely on.
+``docs/explanation/unit-in-jax.md`` says what a program may rely on.
 """
 
 from importlib import import_module

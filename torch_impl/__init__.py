@@ -7,7 +7,7 @@
     loss_of(model, batch).backward()
     optimizer.step()
 
-``docs/torch_impl.md`` says what a program may rely on.
+``docs/explanation/unit-in-torch.md`` says what a program may rely on.
 """
 
 from importlib import import_module

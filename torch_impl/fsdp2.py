@@ -1,4 +1,4 @@
-"""FSDP2's arguments and methods: what is translated, and what is refused. ``docs/fsdp2.md`` has every difference."""
+"""FSDP2's arguments and methods: what is translated and refused (``docs/reference/fsdp2-differences.md``)."""
 
 from __future__ import annotations
 
