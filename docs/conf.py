@@ -40,7 +40,15 @@ include_patterns = [
     "bridge/**/README.md",
     "tests/bench/README.md",
 ]
-exclude_patterns = [".*", "build", "dist", "runs", "docs/extensions", "**/__pycache__", "**/.ipynb_checkpoints"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "runs",
+    "docs/extensions",
+    "**/__pycache__",
+    "**/.ipynb_checkpoints",
+]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4

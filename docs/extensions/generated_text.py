@@ -1,4 +1,4 @@
-"""Generated text in pages: a comment ``<!-- generated: NAME ARGUMENT -->`` in a page stands for Markdown of a generator.
+"""Generated text in pages: ``<!-- generated: NAME ARGUMENT -->`` in a page stands for Markdown of a generator.
 
 GitHub shows no comments, so a page reads well there: it says how to get the text.
 """

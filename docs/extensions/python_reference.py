@@ -79,35 +79,55 @@ def _homes() -> dict[str, str]:
     """By path of the definition, the public path under which the reference describes the definition."""
     homes: dict[str, str] = {}
     # A shallow package comes first: users import from it.
-    for module in sorted(public_names(), key=lambda name: (PACKAGES.index(name.split(".")[0]), name.count("."))):
+    for module in sorted(
+        public_names(), key=lambda name: (PACKAGES.index(name.split(".")[0]), name.count("."))
+    ):
         for name in public_names()[module]:
-            target = _target(module, name)
+            target = _definition(f"{module}.{name}")
             if target is not None and not target.is_module:
                 homes.setdefault(target.path, f"{module}.{name}")
     return homes
 
 
+@functools.cache
+def _results() -> dict[str, list[griffe.Object]]:
+    """By module, the classes without a public name that public functions of the module are the first to return."""
+    results: dict[str, list[griffe.Object]] = {module: [] for module in public_names()}
+    known = set(_homes())
+    for module, names in public_names().items():
+        for name in names:
+            function = _definition(f"{module}.{name}")
+            returns = function.returns if isinstance(function, griffe.Function) else None
+            for part in returns.iterate(flat=True) if isinstance(returns, griffe.Expr) else ():
+                result = _definition(part.canonical_path) if isinstance(part, griffe.ExprName) else None
+                if result is not None and result.is_class and result.docstring and result.path not in known:
+                    known.add(result.path)
+                    results[module].append(result)
+    return results
+
+
 def _public_name(path: str) -> str | None:
     """The path under which the reference describes what ``path``, perhaps of an import, stands for."""
+    target = _definition(path)
+    if target is None:
+        return None
+    results = (result.path for classes in _results().values() for result in classes)
+    return _homes().get(target.path) or (target.path if target.path in results else None)
+
+
+@functools.cache
+def _definition(path: str) -> griffe.Object | None:
+    """What a path stands for, imports followed; nothing where this repository does not define it."""
     try:
         member = _modules()[path]
-        return _homes().get((member.final_target if isinstance(member, griffe.Alias) else member).path)
-    except (KeyError, griffe.AliasResolutionError):
-        return None
-
-
-def _target(module: str, name: str) -> griffe.Object | None:
-    """The definition, or nothing for one outside of this repository."""
-    member = _modules()[module].members[name]
-    try:
         return member.final_target if isinstance(member, griffe.Alias) else member
-    except griffe.AliasResolutionError:
+    except (KeyError, griffe.AliasResolutionError):
         return None
 
 
 def _entries(package: str) -> Iterator[str]:
     for name in public_names()[package]:
-        path, target = f"{package}.{name}", _target(package, name)
+        path, target = f"{package}.{name}", _definition(f"{package}.{name}")
         if target is None:
             origin = _modules()[package].members[name].target_path
             yield _directive("data", path, "", f"The same as `{origin}`.\n")
@@ -118,6 +138,10 @@ def _entries(package: str) -> Iterator[str]:
             yield _directive(_kind(target), path, _signature(target), f"The same as {{py:obj}}`{home}`.\n")
         else:
             yield from _entry(path, target)
+    if _results()[package]:
+        yield "Types of results:\n"
+    for cls in _results()[package]:
+        yield from _entry(cls.path, cls)
 
 
 def _entry(path: str, target: griffe.Object) -> Iterator[str]:
@@ -130,8 +154,7 @@ def _entry(path: str, target: griffe.Object) -> Iterator[str]:
 
 def _members(path: str, cls: griffe.Object) -> Iterator[str]:
     """Public methods, properties and fields that have docstrings, those of base classes in this repository too."""
-    own = {name: cls.all_members[name] for name in cls.all_members}
-    for name, member in own.items():
+    for name, member in cls.all_members.items():
         if name.startswith("_") and name not in _SPECIAL:
             continue
         try:
@@ -151,7 +174,12 @@ def _text(target: griffe.Object) -> str:
     """The docstring as Markdown; for a value without one its source."""
     if target.docstring:
         return as_markdown(target.docstring.value)
-    if target.is_attribute and target.parent is not None and target.parent.is_module and target.value is not None:
+    if (
+        target.is_attribute
+        and target.parent is not None
+        and target.parent.is_module
+        and target.value is not None
+    ):
         return as_code(f"{target.name} = {target.value}", "python")
     return ""
 
@@ -177,5 +205,3 @@ def _directive(
     fence = "`" * ticks
     lines = [f"{fence}{{py:{kind}}} {path}{signature}", *(options or []), "", content, f"{fence}\n"]
     return "\n".join(lines)
-
-

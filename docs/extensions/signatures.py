@@ -16,7 +16,9 @@ def signature_of(function: griffe.Object, public_name: PublicName) -> str:
     public_name: the path under which the reference describes what a path stands for, or nothing.
     """
     assert isinstance(function, griffe.Function)
-    method = function.parent is not None and function.parent.is_class and "staticmethod" not in function.labels
+    method = (
+        function.parent is not None and function.parent.is_class and "staticmethod" not in function.labels
+    )
     parameters = list(function.parameters)[1 if method else 0 :]
     returns = annotation_of(function.returns, public_name)
     return _parameters(parameters, public_name) + (f" -> {returns}" if returns else "")
@@ -46,7 +48,9 @@ def annotation_of(annotation: griffe.Expr | str | None, public_name: PublicName)
         return annotation or ""
     tokens = annotation.iterate(flat=True)
     return "".join(
-        (public_name(token.canonical_path) or token.name) if isinstance(token, griffe.ExprName) else str(token)
+        (public_name(token.canonical_path) or token.name)
+        if isinstance(token, griffe.ExprName)
+        else str(token)
         for token in tokens
     )
 
