@@ -64,6 +64,9 @@ maximum_signature_line_length = 80
 add_module_names = True
 toc_object_entries_show_parents = "hide"
 
+# Options begin with two hyphens, also in prose.
+smartquotes = False
+
 html_theme = "furo"
 html_title = "Twinshard"
 html_static_path = ["static"]

@@ -32,7 +32,7 @@ def _reference() -> Iterator[str]:
     yield "| command | what it does |\n|---|---|"
     for name, command in commands.items():
         summary = command.get_short_help_str(500)
-        yield f"| [`{PROGRAM} {name}`](#{PROGRAM}-{name}) | {escaped(summary)} |"
+        yield f"| [`{name}`](#{PROGRAM}-{name}) | {_prose(summary)} |"
     yield ""
     yield f"## `{PROGRAM}`\n"
     yield from _page_of(group, context, PROGRAM)
@@ -55,19 +55,19 @@ def _page_of(command: Any, context: Any, path: str) -> Iterator[str]:
             yield f"```{{program}} {path}\n```\n"
         for _, (names, text) in chosen:
             if kind == "option":
-                yield f"`````{{option}} {_option_names(names)}\n{escaped(_help_text(text))}\n`````\n"
+                yield f"`````{{option}} {_option_names(names)}\n{_prose(_help_text(text))}\n`````\n"
             else:
-                yield f"- `{names.split(' ')[0]}`: {escaped(_help_text(text))}\n"
+                yield f"- `{names.split(' ')[0]}`: {_prose(_help_text(text))}\n"
 
 
 def _help(text: str) -> Iterator[str]:
     """Paragraphs. One that begins with a backspace keeps its lines, for which examples use it."""
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         if not paragraph.startswith("\b"):
-            yield escaped(" ".join(paragraph.split())) + "\n"
+            yield _prose(" ".join(paragraph.split())) + "\n"
             continue
         title, *lines = paragraph.removeprefix("\b").strip("\n").splitlines()
-        yield escaped(title) + "\n"
+        yield _prose(title) + "\n"
         if lines:
             yield as_code("\n".join(line.removeprefix("  ") for line in lines), "console")
 
@@ -75,6 +75,11 @@ def _help(text: str) -> Iterator[str]:
 def _option_names(names: str) -> str:
     """``--verify / --no-verify`` and ``-o, --out PATH`` as Sphinx separates options: by commas."""
     return re.sub(r"\s+/\s+", ", ", names)
+
+
+def _prose(text: str) -> str:
+    """The text as Markdown, with options as code."""
+    return escaped(re.sub(r"(?<![\w`-])--?[a-z][\w-]*", r"`\g<0>`", text))
 
 
 def _help_text(text: str) -> str:
