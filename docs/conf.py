@@ -64,8 +64,9 @@ maximum_signature_line_length = 80
 add_module_names = True
 toc_object_entries_show_parents = "hide"
 
-# Options begin with two hyphens, also in prose.
+# Options begin with two hyphens, also in prose. A block without a language is output or a drawing.
 smartquotes = False
+highlight_language = "text"
 
 html_theme = "furo"
 html_title = "Twinshard"

@@ -204,11 +204,11 @@ QUESTIONS = {
         "Nothing here frees memory: XLA does",
     ),
     "what is on disk": (
-        ["docs/explanation/code.md", "bridge/core/formats/README.md"],
-        "Which file of a checkpoint holds what",
+        ["docs/explanation/code.md", "docs/reference/on-disk.md"],
+        "which file of a checkpoint holds what",
     ),
     "how to add a model family": (
-        ["docs/explanation/code.md", "bridge/core/mapping/README.md"],
+        ["docs/explanation/code.md", "docs/reference/mapping-language.md"],
         "A mapping is a TOML table of rules",
     ),
     "how to add a mesh axis": (
