@@ -59,8 +59,9 @@ def source_pages(sphinx: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     for path in sorted(paths):
         file = Path(sphinx.srcdir) / path
         make = _folder if file.is_dir() else _file
-        title = f"<code>{html.escape(path)}</code>"
-        context = {"title": path, "body": f"<h1>{title}</h1>\n{make(sphinx, path, paths)}"}
+        # A long path breaks behind a slash.
+        heading = f'<h1 class="source-path">{html.escape(path).replace("/", "/<wbr>")}</h1>'
+        context = {"title": path, "body": f"{heading}\n{make(sphinx, path, paths)}"}
         yield f"{FOLDER}/{path}", context, "page.html"
 
 
