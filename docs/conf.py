@@ -37,6 +37,7 @@ include_patterns = [
     "CHANGELOG.md",
     "torch_impl/README.md",
     "jax_impl/README.md",
+    "bridge/README.md",
     "bridge/**/README.md",
     "tests/bench/README.md",
 ]
