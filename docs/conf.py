@@ -42,6 +42,8 @@ include_patterns = [
     "tests/bench/README.md",
 ]
 exclude_patterns = [
+    # READMEs of examples are for the folder that a command writes.
+    "bridge/examples/files",
     ".*",
     "build",
     "dist",
