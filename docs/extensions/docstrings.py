@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes|Example|Examples):")
 _NAME = r"(?:\*{0,2}[A-Za-z_][\w.]*|`+[^`]+`+)"
@@ -99,7 +99,7 @@ def _paragraph(block: list[str]) -> Iterator[str]:
         yield as_code(textwrap.dedent("\n".join(block[end:])))
 
 
-def _items(block: list[str], begins) -> Iterator[list[str]]:  # type: ignore[no-untyped-def]
+def _items(block: list[str], begins: Callable[[str], bool]) -> Iterator[list[str]]:
     item: list[str] = []
     for line in block:
         if begins(line) and item:
