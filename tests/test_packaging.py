@@ -55,14 +55,6 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("document", sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS))
-def test_links_to_files_lead_to_files(document: str) -> None:
-    path = ROOT / document
-    links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
-    files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "http://", "#"))]
-    assert [file for file in files if not (path.parent / file).exists()] == []
-
-
 def test_python_files_that_documents_name_exist() -> None:
     """By a path or by its end. Some files are a reader's own, and the changelog speaks of other days."""
     own = ("capture.py", "twinshard.py", "port/jax_model.py", "port/torch_model.py")

@@ -20,15 +20,14 @@ class Offload:
     """The part of a train state that is stored in host memory (``pinned_host``); a step copies it to the device and
     back.
 
-    moments: the share of the optimizer's state, from 0 to 1. The moments of one array of weights (of a unit, or in the
-        pjit engine of a parameter) are picked together, in the plan's order, so that the picked arrays have this share
-        of all elements to within half of the largest array. A stack of layers is one array. Step counts stay on the
-        device.
-    main_weights: whether the weights lie there, too, frozen ones included.
-    update: where an optimizer's update is computed. "host": by the host's processor, with all moments and main weights
-        in its memory, and step counts, by which a step knows it. Only gradients travel there, and weights back for the
-        next step, unit by unit (``docs/how-to/offload.md``). For optimizers that keep a step count and treat
-        elements alike; a global norm of gradients (clipping) is computed on the devices.
+    moments: the share of the optimizer state, from 0 to 1. The moments of one weight array (a unit; in the pjit engine
+        a parameter) are picked together, in the plan's order, so that the picked arrays have this share of all elements
+        to within half of the largest array. A stack of layers is one array. Step counts stay on the device.
+    main_weights: whether host memory also stores the weights, including frozen ones.
+    update: where the optimizer's update is computed. "host": on the host's processor, with all moments, main weights
+        and step counts in its memory; a step recognizes this mode by the step counts. Only gradients travel to the
+        host, and weights back for the next step, unit by unit (``docs/how-to/offload.md``). The optimizer must
+        keep a step count and treat all elements alike; the devices compute a global norm of gradients (clipping).
 
     Raises ``ValueError`` for a share out of range, for an unknown ``update``, and for ``update="host"`` without
     ``moments=1.0, main_weights=True``; ``TypeError`` for wrong types.
