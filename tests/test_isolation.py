@@ -217,12 +217,10 @@ def test_a_package_passes_its_tests_in_an_environment_without_the_other_framewor
 ) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    tools = [
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
-        "orbax-checkpoint" if extra == "jax" else "transformers",
-    ]
+    models = (
+        ("orbax-checkpoint", "equinox", "dm-haiku", "safetensors") if extra == "jax" else ("transformers",)
+    )
+    tools = ["pytest", "pytest-timeout", "hypothesis", *models]
     install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "-e", f"{ROOT}[{extra}]"]
     subprocess.run([*install, *tools], check=True)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -133,7 +133,8 @@ UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
+    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true. Its unit is gathered by functions of
+    ``jax.numpy`` and by arithmetic with another array.
 
     (nnx asks JAX for the type of an array.) A haiku network that is applied as a whole uses parameters this way.
     """
@@ -145,6 +146,21 @@ class UnitArray(UnitParameter):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return jax.Array
+
+
+def _gathered(name: str) -> Callable[..., Any]:
+    def apply(self: UnitArray, other: Any) -> Any:
+        # With a Python number it is a change of the weights themselves, such as their decay, which belongs in the unit.
+        if not isinstance(other, jax.Array):
+            raise ValueError(f"{name} of {self._refusal()}")
+        return getattr(self.__jax_array__(), name)(other)
+
+    return apply
+
+
+for _name in _BINARY.split(" "):
+    setattr(UnitArray, f"__{_name}__", _gathered(f"__{_name}__"))
+    setattr(UnitArray, f"__r{_name}__", _gathered(f"__r{_name}__"))
 
 
 def in_tree(value: Any) -> Any:

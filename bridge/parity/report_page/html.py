@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bridge.core.extras import why_no_pictures
-from bridge.parity.partners.rows import STAGES, Row
+from bridge.parity.partners.rows import STAGES, Row, Stage
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
 from bridge.parity.report_page.markup import (
@@ -27,8 +27,9 @@ from bridge.parity.report_page.tree import anchors, tree_of
 from bridge.report_page.charts import inline_svg
 from bridge.report_page.page import render
 
-_TITLES = {
+TITLES: Mapping[Stage, str] = {
     "weights": "Weights",
+    "buffers": "Buffers: after each side's forward",
     "forward": "Forward: outputs of modules",
     "precision": "Precision: what the compute dtype does to each side's modules",
     "loss": "Loss",
@@ -78,7 +79,7 @@ def page(report: ParityReport) -> str:
             ("Torch parameters", report.torch_parameters),
             ("JAX parameters", report.jax_parameters),
         ),
-        titles=_TITLES,
+        titles=TITLES,
         headings=[(heading, heading in _NUMBERS) for heading in _HEADINGS],
         bins=_BINS,
         legend=_legend(),
