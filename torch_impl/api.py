@@ -66,10 +66,9 @@ def fully_shard(
     values before the first forward; in the second case, some ranks may be on the meta device.
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
-    ``torch.distributed.checkpoint.state_dict``, for the whole process, so that these functions know how sharded
-    parameters are placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It
-    also wraps the private function with which ``torch.autograd`` starts a backward, see
-    ``torch_impl.runtime.ground.autograd``.
+    ``torch.distributed.checkpoint.state_dict``, for the whole process, so that these know how sharded parameters are
+    placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It also wraps the
+    private function with which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.ground.autograd``.
 
     module: a module, or a sequence of modules that form one unit, whose weights are gathered and reduced together.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
@@ -84,25 +83,22 @@ def fully_shard(
         ``ShardPlacementResult`` names the mesh over which a parameter is sharded instead of ``mesh``, for example the
         mesh of the ranks that hold the same experts.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
-    offload_policy: with ``CPUOffloadPolicy()``, main weights and gradients are stored in CPU memory (pinned if the
-        policy says so and the mesh consists of GPUs), where the optimizer updates them; see
-        ``torch_impl.runtime.ground.host_memory``. A mesh of GPUs then also needs a backend for the CPU
-        ("cpu:gloo,cuda:nccl") for reductions over parameters or gradients, such as clipping. None or
-        ``OffloadPolicy()``: on the mesh's device.
+    offload_policy: with ``CPUOffloadPolicy()``, main weights and gradients are stored in CPU memory (pinned if it says
+        so and the mesh has GPUs), where the optimizer updates them; see ``torch_impl.runtime.ground.host_memory``. Such
+        a mesh of GPUs also needs a backend for the CPU ("cpu:gloo,cuda:nccl") for reductions over parameters or
+        gradients, such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name. Parameters that are DTensors on all
         axes of ``mesh``, replicated on these axes, remain DTensors in forward and backward.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these values. Names that are left out mean "row".
-    align: the size of every shard is a multiple of this many elements, or "auto"; see
-        ``bridge.core.sharding.plan_layout``.
+    align: shards are multiples of this many elements; or "auto"; see ``bridge.core.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
     prefetch: 1 (the same as None) gathers the next unit while one computes, and reduces gradients during the next
-        unit's backward, so two units' weights and two units' gradients are in memory at a time. 0 gathers a unit when
-        it is used, and waits for its reduction before the backward continues: this needs the least memory, one unit's
-        weights and gradients, but nothing is computed during a transfer. The root's value holds for all units below it,
-        whatever value they were given. ``set_modules_to_forward_prefetch`` and its backward counterpart gather the
-        named modules ahead with 0 as well.
+        unit's backward, so two units' weights and gradients are in memory at a time. 0 gathers a unit when it is used,
+        and waits for its reduction before the backward continues: this needs the least memory, one unit's weights and
+        gradients, but nothing is computed during a transfer. The root's value holds for all units below it, whatever
+        value they were given. ``set_modules_to_forward_prefetch`` and its backward twin gather ahead with 0 as well.
 
     Raises TypeError or ValueError for wrong arguments, NotImplementedError for features that FSDP2 has and this package
     does not, and ValueError on all ranks when they disagree on the model. After an error the module is as before.

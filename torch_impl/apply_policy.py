@@ -65,9 +65,8 @@ def _apply(
     _check_main_weights(policy, model)
     if policy.precision.store_param_remainders and policy.parallel:
         raise PolicyError(
-            f"{policy.source}: [precision] store_param_remainders: expected a policy without [[parallel]], because "
-            "PyTorch stores no remainders of parameters that a model axis cuts, got "
-            f"{len(policy.parallel)} [[parallel]] entries"
+            f"{policy.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
+            f"stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)} entries"
         )
     _check_ties(policy, {path: modules[path] for path in units})
     for path, unit in units.items():

@@ -35,8 +35,7 @@ MODES = ("same", "convert")
 class OtherFormat:
     """A moment whose saved format differs from the optimizer's.
 
-    name: of the moment's values in checkpoints; ``"_scale"`` is appended for scales. live: the optimizer's tensors by
-    key.
+    name: of the values in checkpoints; ``"_scale"`` is appended for scales. live: the optimizer's tensors by key.
     """
 
     name: str

@@ -57,10 +57,9 @@ Tree = Mapping[str, Any]
 class PlannedSave:
     """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
 
-    tree: makes the state tree of this rank. extras: extra files; the first rank's are used. copy: whether the state may
-    change before ``write`` returns. group: the ranks that save together, None for the default group. mesh_ranks: the
-    ranks that hold parts of this rank's tensors, and so must have the same tensors. Raises what ``save_checkpoint``
-    raises.
+    tree: makes this rank's state tree. extras: extra files; the first rank's are used. copy: whether the state may
+    change before ``write`` returns. group: the ranks that save together, None for the default group. mesh_ranks: ranks
+    that hold parts of this rank's tensors, and so must have the same tensors. Errors as for ``save_checkpoint``.
     """
 
     def __init__(

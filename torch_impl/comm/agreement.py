@@ -70,8 +70,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 def group_of(group: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist.ProcessGroup | None:
     """The group whose ranks save or load together: ``group`` if given, else a group of ``mesh_ranks``.
 
-    None is the default group, and is returned if ``mesh_ranks`` contains all ranks or none. Only the ranks of the mesh
-    make their group.
+    Returns None, the default group, if ``mesh_ranks`` are all ranks or none. Only the mesh's ranks make their group.
 
     Raises TypeError for anything but a process group, ValueError on a rank that is not in it.
     """
@@ -257,9 +256,8 @@ def require_same_unit(
 def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str, *, since: str = "") -> None:
     """Return once all ranks of ``mesh`` have called this with the same ``what``, as they must before a collective.
 
-    Uses the store of the process groups, because a collective could be matched with one of the ranks that do not come.
-    The store holds a few keys per rank, whatever the number of calls. ``since`` must be equal, too, but is not part of
-    the error.
+    Uses the store of the process groups, since a collective could match one of the ranks that do not come. The store
+    holds a few keys per rank, whatever the number of calls. ``since`` must be equal, too, but is not in the error.
 
     Raises RuntimeError with ``what``, the ranks with another value, and ``reason``: at once when all ranks have called,
     else when the store's timeout has passed.

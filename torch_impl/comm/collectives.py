@@ -38,9 +38,8 @@ def all_gather(
 ) -> Work | None:
     """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first.
 
-    Issued as one operation, except on the CPU: when two of gloo's threads finish coalesced gathers at the same time,
-    both write one string without a lock. It is the operation's name, too long to be stored in place, so its memory is
-    freed twice.
+    Issued as one operation, except on the CPU: when two of gloo's threads finish coalesced gathers at once, both write
+    the operation's name without a lock. This string is too long to be stored in place, so its memory is freed twice.
     """
     work: Work | None = None
     if len(shards) == 1:

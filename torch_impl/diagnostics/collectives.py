@@ -23,8 +23,8 @@ class CollectiveCount:
     """Calls and bytes since counting began, by ``(unit, kind)``; kinds are all_gather, reduce_scatter and all_reduce.
 
     A unit has the name of its module, the root "". Collectives outside units count as "elsewhere", and exchanges of
-    modules that are cut over a model axis as "activations". Bytes count the whole buffer: the output of a
-    gather, the input of a reduction. All buffers of a group together are one call.
+    modules that are cut over a model axis as "activations". Bytes count the whole buffer: the output of a gather, the
+    input of a reduction. All buffers of a group together are one call.
     """
 
     def __init__(self) -> None:

@@ -11,9 +11,8 @@ has whole rows. Along the second-to-last, each rank adds its rows slice by slice
     slice 0  . . #                            . . #                                   #
     slice 1  # # #                            # # #                                   #
 
-Without ``keepdim`` the result loses that dimension. Then sums of a stack along its last dimension cannot be cut, since
-a shard could end inside a row of the result. They are replicated, like reductions over several dimensions, see
-``dim_reductions``.
+Without ``keepdim`` the result loses that dimension. Then sums of a stack along its last dimension are replicated, since
+a shard could end inside a row of the result, and so are reductions over several dimensions, see ``dim_reductions``.
 """
 
 from __future__ import annotations

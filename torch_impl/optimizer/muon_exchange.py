@@ -9,8 +9,7 @@ together, in bfloat16, the dtype in which they are orthogonalized::
 
 So a rank sends and receives, in each direction, 2 bytes for each element of its rows, except for matrices it owns. If
 rows are cut over two axes of a mesh, each axis takes an all-to-all: first to the owner's coordinate on the outer axis,
-then to the owner's coordinate on the inner axis. A matrix that is whole on one rank belongs to that rank and is not
-sent.
+then to the owner's coordinate on the inner axis. A matrix that is whole on one rank belongs to it and is not sent.
 """
 
 from __future__ import annotations

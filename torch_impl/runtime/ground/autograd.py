@@ -136,8 +136,7 @@ class WatchedInputs:
 class _Gradients:
     """The gradients of a module's inputs in one backward.
 
-    The nodes hold the hooks, and the hooks hold this object. If it held the nodes, a dropped graph
-    would stay.
+    Nodes hold the hooks, which hold this object. If it held the nodes, a dropped graph would stay.
     """
 
     def __init__(self, done: Callable[[bool], None]) -> None:
