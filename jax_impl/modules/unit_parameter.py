@@ -123,10 +123,9 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "neg pos abs invert eq ne lt le gt ge bool int float complex index len iter getitem contains round"
-for _name in f"{_BINARY} {_OTHERS}".split(" "):
-    setattr(UnitParameter, f"__{_name}__", _refusing(f"__{_name}__"))
-for _name in _BINARY.split(" "):
-    setattr(UnitParameter, f"__r{_name}__", _refusing(f"__r{_name}__"))
+_ARITHMETIC = [f"__{side}{name}__" for name in _BINARY.split(" ") for side in ("", "r")]
+for _name in (*_ARITHMETIC, *(f"__{name}__" for name in _OTHERS.split(" "))):
+    setattr(UnitParameter, _name, _refusing(_name))
 # A class that defines __eq__ would otherwise have no hash.
 UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -150,17 +149,15 @@ class UnitArray(UnitParameter):
 
 def _gathered(name: str) -> Callable[..., Any]:
     def apply(self: UnitArray, other: Any) -> Any:
-        # With a Python number it is a change of the weights themselves, such as their decay, which belongs in the unit.
-        if not isinstance(other, jax.Array):
-            raise ValueError(f"{name} of {self._refusal()}")
-        return getattr(self.__jax_array__(), name)(other)
+        # A Python number changes the weights themselves, as weight decay does: this belongs inside the unit.
+        return getattr(self.__jax_array__(), name)(other) if isinstance(other, jax.Array) else refuse(self)
 
+    refuse = _refusing(name)
     return apply
 
 
-for _name in _BINARY.split(" "):
-    setattr(UnitArray, f"__{_name}__", _gathered(f"__{_name}__"))
-    setattr(UnitArray, f"__r{_name}__", _gathered(f"__r{_name}__"))
+for _name in _ARITHMETIC:
+    setattr(UnitArray, _name, _gathered(_name))
 
 
 def in_tree(value: Any) -> Any:
