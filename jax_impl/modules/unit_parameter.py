@@ -132,7 +132,7 @@ UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true, and ``jax.numpy`` or arithmetic gathers its unit.
+    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true. ``jax.numpy`` and arithmetic gather its unit.
 
     (nnx asks JAX for the type of an array.) A haiku network that is applied as a whole uses parameters this way.
     """
