@@ -16,7 +16,7 @@ from bridge.propose.names import FUSED_WORDS, Family
 
 COUNTER = "num_batches_tracked"
 """Torch's norms count their batches, flax's do not."""
-FLIPPED = "of a transposed convolution flax's kernel is flipped, unless transpose_kernel=True"
+FLIPPED = "flax flips the kernel of a transposed convolution, unless transpose_kernel=True"
 
 _MATRICES = frozenset({"weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _RECURRENT = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")

@@ -252,11 +252,11 @@ class _Matcher:
                     f for f, verdict in zip(candidates, verdicts, strict=True) if verdict == "agree"
                 ]
             elif "same" in verdicts:
-                doubts.append("the elements looked at are all the same, which settles nothing")
+                doubts.append("all sampled elements are equal, which settles nothing")
             elif "unreadable" in verdicts:
                 doubts.append("the elements cannot be read, which settles nothing")
             else:
-                doubts.append("the elements looked at differ")
+                doubts.append("the sampled elements differ")
         known = [fit for fit in candidates if is_known_layout(fit, self._turning.get(_leaves(fit)))]
         if known and not agreed:
             candidates = known

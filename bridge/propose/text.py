@@ -50,7 +50,7 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
         return Places(entries, str(error))
     if len(tree.states) > 1:
         where = ", ".join(sorted(state.places["step"] for state in tree.convention.states))
-        return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
+        return Places(entries, f"several optimizer states, which a table cannot express (counts at {where})")
     # Where no state was found the convention still has its usual one.
     for state, names in zip(tree.states, tree.convention.states, strict=False):
         held = {*state.sections, *(("step",) if state.count is not None else ())}
@@ -60,8 +60,8 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
 
 _LETTERS = "nfpqstuvwxyz"
 _TWO_BIASES = (
-    "# torch adds bias_ih and bias_hh where flax has one bias, and no rule adds tensors: store their sum in the one "
-    "that a rule names and zeros in the other, and name that under drop"
+    "# torch adds bias_ih and bias_hh where flax has one bias, and no rule can add tensors: store the sum in the "
+    "bias that a rule names, store zeros in the other bias, and list the other bias under drop"
 )
 
 

@@ -87,7 +87,7 @@ def test_data_files_of_dcp_that_the_metadata_does_not_name_are_named(tmp_path: P
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "d")
     assert told(tmp_path / "d", tmp_path / "o") == {}
     shutil.copy(tmp_path / "d" / "__0_0.distcp", tmp_path / "d" / "__3_0.distcp")
-    assert told(tmp_path / "d", tmp_path / "o2") == {"__3_0.distcp": "the metadata names nothing in it"}
+    assert told(tmp_path / "d", tmp_path / "o2") == {"__3_0.distcp": "the metadata names nothing in this file"}
 
 
 def test_a_rank_whose_metadata_alone_is_missing_is_refused(tmp_path: Path) -> None:

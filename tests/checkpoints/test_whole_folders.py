@@ -106,7 +106,7 @@ def test_a_number_that_is_there_twice_or_above_the_count_is_refused(
 ) -> None:
     for k, name in enumerate(names):
         save(tmp_path / name, "abc"[k])
-    with pytest.raises(CheckpointError, match="a number that is there twice, or above the count"):
+    with pytest.raises(CheckpointError, match="a number that occurs twice, or exceeds the count"):
         open_checkpoint(tmp_path)
 
 

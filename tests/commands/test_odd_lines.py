@@ -94,7 +94,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("convert file:/nope/x y", "for a URL, write file:///nope/x"),
         ("inspect zip://x::nope.zip", "cannot open zip://x::nope.zip: FileNotFoundError: "),
         ("convert hf.safetensors https://example.org/x", "https://example.org/x can be read only"),
-        ("convert hf.safetensors hf://org/name", "convert to a directory, and upload that (hf upload)"),
+        ("convert hf.safetensors hf://org/name", "convert to a directory, and upload the directory (hf upload)"),
         ("convert hf.safetensors HF://org/name", "can be read only"),
         ("convert hf.safetensors x --mapping s3://bucket/map.toml", "got a URL: copy the file here first"),
         ("map hf.safetensors ./-dash --out s3://bucket/x.toml", "--out takes paths of this machine only"),

@@ -120,7 +120,7 @@ def test_the_note_on_other_chains_says_what_works(tmp_path: Path, chain: str) ->
         (
             ADAM,
             "opt_state/0/",
-            r"for that chain alone\. For another one, .* schedule, which has opt_state/2/count, too: restore opt_state "
+            r"only for that chain\. For another chain, .* schedule, which also has opt_state/2/count: restore opt_state "
             r"without a target, and put mu, nu and count into the ScaleByAdamState of optimizer\.init\(params\)",
         ),
         (
@@ -132,7 +132,7 @@ def test_the_note_on_other_chains_says_what_works(tmp_path: Path, chain: str) ->
         (
             (*ADAM, *MOMENTUM),
             "opt_state/0/",
-            r"the states of optax\.adamw and optax\.sgd .*, as no chain of optax .* and trace into the TraceState of",
+            r"the states of optax\.adamw and optax\.sgd .*, which no optax chain .* and trace into the TraceState of",
         ),
     ],
 )

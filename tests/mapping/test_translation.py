@@ -155,7 +155,7 @@ def test_a_missing_layer_is_named() -> None:
         name: array for name, array in dcp_arrays().items() if ".layers.1.attention.wq." not in f".{name}"
     }
     with pytest.raises(
-        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs with"
+        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs together with"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 
@@ -182,7 +182,7 @@ def test_half_of_a_fused_tensor_is_named() -> None:
     del arrays["opt_state/mu/layers/2/mlp/up/kernel"]
     with pytest.raises(
         MappingError,
-        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs with layers/2/mlp/gate",
+        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs together with layers/2/mlp/gate",
     ):
         make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
 
@@ -226,7 +226,7 @@ def test_an_axis_tensor_that_is_no_scalar_integer_is_refused() -> None:
 def test_layers_of_different_shapes_or_dtypes_do_not_stack() -> None:
     rules = table('[[rule]]\ntorch = "layers.{i}.w : m"\njax = "w : {i} m"')
     with pytest.raises(
-        MappingError, match=r"expected one shape to stack, got \(2,\) in model\.layers\.0\.w and \(3,\)"
+        MappingError, match=r"expected tensors of one shape to stack, got \(2,\) in model\.layers\.0\.w and \(3,\)"
     ):
         make_plan(
             MemoryReader("dcp", {"model.layers.0.w": np.zeros(2), "model.layers.1.w": np.zeros(3)}),
@@ -415,7 +415,7 @@ def test_moments_that_some_layers_lack_do_not_make_a_lower_stack(frozen: int) ->
             arrays[f"optimizer.state.layers.{i}.w.{entry}"] = random_bits((3, 4), FLOAT32, 9 + i)
         arrays[f"optimizer.state.layers.{i}.w.step"] = np.asarray(5, np.float32)
     with pytest.raises(
-        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs with"
+        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs together with"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", STACK)
 

@@ -40,7 +40,7 @@ class Noise:
             try:
                 translated = mapped() or plan
             except CheckpointError as error:
-                reason = f"; nor does the mapping fit: {error}"
+                reason = f"; the mapping does not fit either: {error}"
             else:
                 plan = min(plan, translated, key=lambda candidate: len(_missing(candidate, wanted)))
                 missing = _missing(plan, wanted)

@@ -155,7 +155,8 @@ def require_untouched(sources: Sequence[Path], destination: Path) -> None:
         file = Path(os.path.realpath(source))
         if real == file or real in file.parents:
             raise CheckpointError(
-                f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
+                f"{destination} is or contains {source}, a file of the source: expected a destination outside the "
+                "source"
             )
 
 
@@ -168,7 +169,8 @@ def require_apart(source: Path | str, destination: Path) -> None:
         raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
     if os.path.lexists(destination) and real_destination in real_source.parents:
         raise CheckpointError(
-            f"{destination} holds the source {source}, and would be replaced: expected a destination that does not"
+            f"{destination} contains the source {source}, and would be replaced: expected a destination that does not "
+            "contain the source"
         )
 
 
@@ -286,7 +288,8 @@ def convert_with(
         return dataclasses.replace(report, destination=str(dst))
     if replace:
         raise CheckpointError(
-            f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
+            f"{dst} is in an object store, where a checkpoint cannot be replaced atomically: expected no replace "
+            "(--replace)"
         )
     # Sent files would become a part of the source.
     if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):

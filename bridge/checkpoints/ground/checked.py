@@ -283,9 +283,10 @@ class CheckedReader(WrappingReader):
         """Raise CheckpointError for the first of these."""
         for problem in problems:
             raise CheckpointError(
-                f"{self.path}: {problem.where}: {problem.text}. The checkpoint is not what its manifest says: use an "
-                "undamaged copy (twinshard verify lists all that is wrong), or convert it as it is (--no-verify): the "
-                f"manifest of the new checkpoint will be of what is read. The manifest is {self._source}"
+                f"{self.path}: {problem.where}: {problem.text}. The checkpoint does not match its manifest: use an "
+                "undamaged copy (twinshard verify lists all differences), or convert without verifying "
+                "(--no-verify): the manifest of the new checkpoint will then describe the data as read. The manifest "
+                f"is {self._source}"
             )
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> int | None:

@@ -181,8 +181,9 @@ def _require_no_scales(weight: str, names: Container[str]) -> None:
     if scales is not None:
         _, _, readable = quantized([scales.replace("/", ".")]) or ("", "", False)
         raise CheckpointError(
-            f"cast of {weight}, which has scales in {scales}: expected numbers, got the few bits that stand for them "
-            f"together with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out of the cast"
+            f"cast of {weight}, which has scales in {scales}: expected numbers, got quantized values, which mean "
+            f"numbers only together with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out "
+            "of the cast"
         )
 
 
@@ -190,7 +191,7 @@ def _decoded(moment: PlannedTensor, scale: PlannedTensor, dtype: np.dtype) -> Pl
     if dtype.name not in _UNSCALED:
         raise CheckpointError(
             f"cast of {moment.name}, which has scales in {scale.name}: expected one of {', '.join(_UNSCALED)}, "
-            f"got {dtype.name}, which needs scales of its own: the optimizer makes them, by load_checkpoint(..., "
+            f"got {dtype.name}, which needs its own scales: the optimizer computes them, with load_checkpoint(..., "
             'moments="convert")'
         )
     assert isinstance(moment.content, TensorView | ChangedView)

@@ -160,7 +160,7 @@ def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
     if closed:
         raise CheckpointError(
             f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: "
-            f"save them as plain tensors, or do without them ({drop_options([*closed])})"
+            f"save them as plain tensors, or leave them out ({drop_options([*closed])})"
         )
 
 

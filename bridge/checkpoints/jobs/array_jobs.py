@@ -311,8 +311,8 @@ def _found_stage(source: Path | str, destination: Path, conversion: Conversion, 
         for directory, key in candidates.items()
     ]
     raise CheckpointError(
-        f"no parts of this conversion to {destination}: expected those that --part K/N with the same source and "
-        f"options has written, found {', '.join(others) or 'none'}: run the parts, with the options of this command"
+        f"no parts of this conversion to {destination}: expected parts that --part K/N wrote with the same source and "
+        f"options, found {', '.join(others) or 'none'}: run the parts with the options of this command"
     )
 
 

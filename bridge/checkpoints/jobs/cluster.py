@@ -198,9 +198,8 @@ def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Prog
             lost[task.part] += 1
             if lost[task.part] >= MAX_LOST:
                 raise CheckpointError(
-                    f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time so: "
-                    f"{error}; look for the reason on its machine (memory?), then convert again: complete parts "
-                    "are kept"
+                    f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time with: {error}; "
+                    "look for the reason on its machine (memory?), then convert again: complete parts are kept"
                 ) from None
             waiting.append(task)
             continue

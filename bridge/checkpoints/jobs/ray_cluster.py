@@ -42,7 +42,7 @@ class RayCluster:
                 raise CheckpointError(
                     f"no Ray cluster: {_first_line(error)}; check RAY_ADDRESS, or use --engine processes"
                 ) from error
-        with _ray_errors("saying what machines it has"):
+        with _ray_errors("listing its machines"):
             cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < workers:
             self.close()
@@ -124,8 +124,8 @@ def _ray_errors(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"Ray failed while {doing}: {type(error).__name__}: {_first_line(error)}; see that the cluster is up "
-            "(ray status), and run the command again: parts that are done stay"
+            f"Ray failed while {doing}: {type(error).__name__}: {_first_line(error)}; check that the cluster is up "
+            "(ray status), and run the command again: complete parts are kept"
         ) from error
 
 

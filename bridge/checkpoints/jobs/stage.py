@@ -76,8 +76,8 @@ class Stage:
         noted = _key_of(self.path)
         if noted != dict(self.key):
             raise CheckpointError(
-                f"{self.path} is of another conversion: expected {dict(self.key)}, found {noted}: choose another name "
-                "for the destination"
+                f"{self.path} belongs to another conversion: expected {dict(self.key)}, found {noted}: choose another "
+                "name for the destination"
             )
 
     def note(self, number: int, entries: Mapping[str, object]) -> None:

@@ -120,12 +120,14 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
         MsgpackReader(where / "checkpoint").close()
         arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = f"it has one file of flax, checkpoint: give its path, {where / 'checkpoint'}"
+        alone = (
+            f"it contains flax's single file, checkpoint: give the path of that file, {where / 'checkpoint'}"
+        )
         raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
     names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
-    steps = "; to take one of several steps, choose it (--step latest, or its number)"
+    steps = "; if the directory contains several steps, choose one (--step latest, or --step NUMBER)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
         f"*.msgpack files in {where}, found {first_of(names) or 'an empty directory'}"
@@ -150,7 +152,9 @@ def open_checkpoint(
         path = at_step(path, step)
     if is_url(path):
         if hint := hub_hint(path):
-            raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
+            raise CheckpointError(
+                f"{path} is the address of a web page: expected the address of a checkpoint's files{hint}"
+            )
         from bridge.core.formats.stores.listing import StoredReader
 
         return StoredReader(str(path), lambda where: _open(where, verify, items))

@@ -222,7 +222,7 @@ def test_values_that_differ_between_ranks_are_not_taken_from_one_of_them(
         ):
             reader.read("rng")
         with pytest.raises(
-            CheckpointError, match=r"__1_0.distcp: object 'seen': .* got another value than in __0_0.distcp"
+            CheckpointError, match=r"__1_0.distcp: object 'seen': .* got a different value from __0_0.distcp"
         ):
             reader.objects["seen"]
 

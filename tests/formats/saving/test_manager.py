@@ -58,7 +58,7 @@ def test_a_step_whose_metrics_are_damaged_stays_since_it_may_be_the_best(tmp_pat
     save(manager, 0, {"loss": 0.1})
     (tmp_path / "0" / METRICS_FILE).write_text('{"loss": ')
     for step in (1, 2):
-        with pytest.warns(UserWarning, match=r"metrics\.json: .* the step stays, since it may be the best"):
+        with pytest.warns(UserWarning, match=r"metrics\.json: .* the step is kept, since it may be the best"):
             save(manager, step, {"loss": 0.4 + step / 10})
     assert manager.all_steps() == [0, 1, 2]
     with pytest.raises(CheckpointError, match=r"0/twinshard_metrics\.json: expected the metrics of a step"):

@@ -429,8 +429,8 @@ def test_a_protocol_alone_is_refused_in_our_words(
         failed = CliRunner().invoke(app, arguments)
         assert failed.exit_code == 2
         assert failed.output == (
-            f"error: {url.partition('://')[0]}:// is a protocol alone: expected the URL of a checkpoint, such as "
-            f"{example}, got no name: is a variable of your script not set?\n"
+            f"error: {url.partition('://')[0]}:// is only a protocol: expected the URL of a checkpoint, such as "
+            f"{example}, got no name: is a variable in your script unset?\n"
         )
 
 
@@ -454,7 +454,7 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
     store.pipe_file("/bucket/out/file", b"precious")
     with pytest.raises(FileExistsError, match=r"expected nothing at counted://bucket/out, found something"):
         convert(local, "counted://bucket/out")
-    with pytest.raises(CheckpointError, match="is in an object store, where nothing can be replaced at once"):
+    with pytest.raises(CheckpointError, match="is in an object store, where a checkpoint cannot be replaced atomically"):
         convert(local, "counted://bucket/out", replace=True)
     put(store, local, "counted://bucket/source")
     with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):

@@ -116,18 +116,18 @@ def records_and_places(
             raise CheckpointError(f"{what}: expected an archive of torch.save, but {why}")
 
     def at(position: int, layout: struct.Struct, magic: bytes, record_type: str) -> tuple[int, ...]:
-        need(0 <= position <= length - layout.size, f"its {record_type} lies outside")
+        need(0 <= position <= length - layout.size, f"its {record_type} is outside the file")
         fields = file.unpack(layout, offset + position)
         need(fields[0] == magic, f"its {record_type} is damaged")
         return fields
 
-    need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is shorter")
+    need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is too short")
     end = at(length - END.size, END, b"PK\5\6", "end record")
     need(end[-1] == 0, "it has a comment")
     locator = at(length - END.size - END64_LOCATOR.size, END64_LOCATOR, b"PK\6\7", "zip64 locator")
     *_, entries, directory_size, directory = at(locator[2], END64, b"PK\6\6", "zip64 end record")
     need(entries <= _MAX_ENTRIES, f"it has {entries} records")
-    need(directory + directory_size <= length, "its directory lies outside")
+    need(directory + directory_size <= length, "its directory is outside the file")
 
     position = directory
     records: dict[str, PlacedRecord] = {}
@@ -146,7 +146,7 @@ def records_and_places(
         need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")
         header = at(local, LOCAL, b"PK\3\4", "record header")
         data = local + LOCAL.size + header[-2] + header[-1]
-        need(data + size <= length, "a record lies outside")
+        need(data + size <= length, "a record is outside the file")
         need(
             file[offset + local + 30 : offset + local + 30 + header[-2]] == raw_name,
             "its directory is damaged",
@@ -293,7 +293,7 @@ def describe_tensor(
     fits = numel == 0 or ((last + 1) * dtype.itemsize <= record.size and numel * dtype.itemsize < 1 << 63)
     if len(shape) != len(strides) or not fits:
         raise CheckpointError(
-            f"{what}: expected a tensor inside its {record.size} bytes, got one that reaches outside"
+            f"{what}: expected a tensor within its {record.size} stored bytes, got one that extends beyond them"
         )
     # Strides that are never taken may be anything, also too large for NumPy.
     strides = tuple(s if n > 1 and numel else 0 for n, s in zip(shape, strides, strict=True))

@@ -139,7 +139,7 @@ def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
     if list(files) != expected:
         missing = next(name for name in expected if name not in files)
         raise CheckpointError(
-            f"{what}: expected the metadata of every rank, found {len(files)} files up to {list(files)[-1]} without "
+            f"{what}: expected the metadata of every rank, found {len(files)} files up to {list(files)[-1]}, but no "
             f"{missing}"
         )
     return _join([_part(data, f"{what}/{name}") for name, data in files.items()], what)
@@ -262,7 +262,9 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
             else:
                 objects[name] = extent
     for name in first.keys() & objects.keys():
-        raise CheckpointError(f"{what}: {_short(name)} is a tensor on one rank and another value on another")
+        raise CheckpointError(
+            f"{what}: {_short(name)} is a tensor on one rank and a different kind of value on another"
+        )
     tensors: dict[str, TensorInfo] = {}
     for name, (part, claim) in first.items():
         boxes = chunks.get(name, [])

@@ -121,7 +121,7 @@ def _described(node: object) -> bytes | str | Described:
             array = array_of(node)
             if array is not None and array.dtype.kind != "c":
                 return Described(array.item() if array.dtype.kind in "biu" else float(array))
-            return "a number of NumPy that Python lacks"
+            return "a NumPy number type that Python lacks"
         case Call(name="torch.device", args=(str(device),)):
             return Described(device)
         case Call(name="torch.device", args=(str(device), int(index))):
@@ -165,7 +165,7 @@ def described(node: object) -> str:
         case Call(name=name) if name in _SETS:
             return "a set"
         case Call(name=name):
-            return f"a call of {name}, which is not made here (loading the file would make it)"
+            return f"a call of {name}, which Twinshard does not execute (loading the file would execute it)"
         case Instance(name=name):
             return f"an object of class {name}"
         case Name(dotted=name):

@@ -244,7 +244,7 @@ class DcpReader(ClosedAtEnd):
         value = self._stored_object(name, extent)
         for copy in self._metadata.object_copies.get(name, ()):
             if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
-                reason = f"another value than in {extent.file}: each rank stored its own"
+                reason = f"a different value from {extent.file}: each rank stored its own value"
                 text = f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}"
                 raise UnreadableValue(text, reason, holds_tensors=False)
         return value
@@ -371,8 +371,8 @@ class DcpReader(ClosedAtEnd):
             )
         if not same:
             raise CheckpointError(
-                f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
-                f"stored its own; a conversion can leave the tensor out ({drop_options([info.name])})"
+                f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got different ones: "
+                f"each rank stored its own values; a conversion can leave the tensor out ({drop_options([info.name])})"
             )
 
     def _elements(self, chunk: FileArray, part: Box, whole: Box) -> np.ndarray:

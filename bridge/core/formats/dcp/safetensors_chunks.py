@@ -28,11 +28,11 @@ def stored_chunk(header: Header, name: str, chunk: Box, what: str) -> StoredChun
     """Where the chunk of a tensor lies in a safetensors file. CheckpointError where the file has another one."""
     array = header.arrays.get(name)
     if array is None:
-        raise CheckpointError(f"{what}: expected the tensor in the safetensors file there, which lacks it")
+        raise CheckpointError(f"{what}: expected the safetensors file to contain the tensor, found none")
     offsets = saved_offsets(header, what).get(name)
     if offsets != chunk.offsets:
         raise CheckpointError(
-            f"{what}: expected the chunk that .metadata says, got the one at {offsets}: this way of saving "
-            "keeps one chunk of a tensor in a file, and the others are lost"
+            f"{what}: expected the chunk that .metadata names, got the chunk at {offsets}: this way of saving keeps "
+            "only one chunk of a tensor per file, and the other chunks are lost"
         )
     return StoredChunk(array, array.start, None)

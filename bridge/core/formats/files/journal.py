@@ -123,8 +123,8 @@ def resume(path: Path, key: Key) -> Journal | None:
             if key.get(name) != noted.get(name)
         ]
         raise CheckpointError(
-            f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that conversion "
-            "with its own source and options, or start anew without resuming"
+            f"{directory} is unfinished, but belongs to another conversion ({'; '.join(parts)}): resume that "
+            "conversion with its own source and options, or start anew without resuming"
         )
     return None
 
@@ -224,7 +224,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         if self.resume and not self.key:
-            raise ValueError("resume needs a key that says what is resumed: expected one, got none")
+            raise ValueError("resume: expected a key that identifies the conversion to resume, got none")
 
 
 class WorkingDirectory(CommitOrAbort):
@@ -238,8 +238,8 @@ class WorkingDirectory(CommitOrAbort):
         target = Path(os.path.abspath(path))
         if is_temporary(target):
             raise CheckpointError(
-                f"{target} is named like the directory of an unfinished checkpoint: expected a name without .tmp- and "
-                "8 digits at its end, choose another"
+                f"{target} has a name like the directory of an unfinished checkpoint: expected a name that does not "
+                "end in .tmp- and 8 digits, choose another"
             )
         self._replace = attempt.replace
         # One file has no place for others.

@@ -128,7 +128,7 @@ def require_own(path: Path) -> None:
             start = file.read(256)
     if _MARK.encode() not in start:
         raise CheckpointError(
-            f"{path} is in the place of the checkpoint's manifest, and is no manifest: move that file away, or choose "
+            f"{path} has the name of the checkpoint's manifest, but is not a manifest: move the file away, or choose "
             "another name for the checkpoint"
         )
 
@@ -374,7 +374,7 @@ def _hex(crc: int) -> str:
 def _crc(value: Any) -> int:
     # As it is written: in capitals it would be the same number, and a flipped bit would go unseen.
     if not isinstance(value, str) or not _HEX(value):
-        raise ValueError(f"expected a checksum of 8 hexadecimal digits in small letters, got {value!r:.40}")
+        raise ValueError(f"expected a checksum of 8 hexadecimal digits in lower case, got {value!r:.40}")
     return int(value, 16)
 
 

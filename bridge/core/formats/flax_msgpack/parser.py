@@ -106,7 +106,7 @@ class _Parser:
                 return self.blob(count)
             case "extension":
                 return self.extension(count)
-        self.refuse(f"byte {code:#04x} at {self.at - 1} begins no value")
+        self.refuse(f"byte {code:#04x} at {self.at - 1} does not begin a value")
 
     def text(self, count: int) -> str:
         try:
@@ -116,7 +116,7 @@ class _Parser:
 
     def blob(self, count: int) -> bytes:
         if count > _MAX_TEXT:
-            self.refuse(f"a text or bytes of {count} bytes are outside of an array, at byte {self.at}")
+            self.refuse(f"text or bytes of length {count} are not in an array, at byte {self.at}")
         return self.take(count)
 
     def array(self, count: int, depth: int) -> list[object]:
@@ -130,7 +130,7 @@ class _Parser:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 self.refuse(f"a key before byte {self.at} is neither text nor a number")
             if str(key) in content:
-                self.refuse(f"the key {str(key)!r:.200} is there twice in one map")
+                self.refuse(f"the key {str(key)!r:.200} occurs twice in one map")
             content[str(key)] = self.value(depth + 1)
         return content
 
@@ -159,7 +159,7 @@ class _Parser:
                 self.refuse("a complex number is not a pair of numbers")
             content = complex(*map(float, parts))
         else:
-            self.refuse(f"an extension of type {code} is none of flax's, before byte {self.at}")
+            self.refuse(f"extension type {code} is not one of flax's types, before byte {self.at}")
         if self.at != self._stop:
             self.refuse(f"an array or number ends at byte {self.at} of {self._stop}")
         self._stop, self._inside = outer, False

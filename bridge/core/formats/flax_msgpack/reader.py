@@ -121,7 +121,7 @@ def _pieces(arrays: list[StoredArray], shape: tuple[int, ...], where: str) -> Pi
         raise CheckpointError(f"{where}: expected {expected} bytes for {name} {shape}, got {nbytes}")
     places = tuple((array.start, array.nbytes) for array in arrays if array.nbytes)
     if dtype is None:
-        return Pieces(shape, _UNREADABLE, places, f"{name!r:.80}, which is no dtype known here")
+        return Pieces(shape, _UNREADABLE, places, f"{name!r:.80}, which is an unknown dtype")
     return Pieces(shape, dtype, places)
 
 
@@ -138,8 +138,9 @@ def _is_position(key: str) -> bool:
 
 
 OLD_ORBAX: Final = (
-    "this is a checkpoint of Orbax or T5X before 2024: a tree in msgpack, and a folder of zarr for each array. "
-    "Restore it by orbax.checkpoint.PyTreeCheckpointer (T5X's own by t5x), and save it by StandardCheckpointer"
+    "this is a checkpoint that Orbax or T5X wrote before 2024: a tree in msgpack, and a zarr folder for each array. "
+    "Restore it with orbax.checkpoint.PyTreeCheckpointer (a T5X checkpoint with t5x), and save it with "
+    "StandardCheckpointer"
 )
 _ELSEWHERE: Final = "PLACEHOLDER://"
 _SPEC: Final = ("driver", "zarr")

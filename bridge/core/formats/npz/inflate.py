@@ -83,7 +83,7 @@ class Inflated:
                 copies, step = copies[::2], 2 * step
         if done != self._size or not inflater.eof:
             raise CheckpointError(
-                f"{self._what}: expected {self._size} bytes once inflated, got another number"
+                f"{self._what}: expected {self._size} bytes after inflating, got a different number"
             )
         if self._crc is not None and crc != self._crc:
             raise CheckpointError(

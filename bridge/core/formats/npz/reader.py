@@ -123,9 +123,9 @@ def _dtype(descr: str) -> tuple[np.dtype, str | None]:
     }
     why = named.get(code[0])
     if code == "V1":
-        why = "elements of one byte whose type NumPy does not say (float8, int4 or another of ml_dtypes)"
+        why = "one-byte elements whose type NumPy does not record (float8, int4 or another of ml_dtypes)"
     width = int(re.sub(r"\D.*", "", code[1:]) or 0) * (4 if code[0] == "U" else 1)
-    return np.dtype((np.void, max(1, min(width, 1 << 20)))), f"{why or 'of a dtype unknown here'} ({descr})"
+    return np.dtype((np.void, max(1, min(width, 1 << 20)))), f"{why or 'of an unknown dtype'} ({descr})"
 
 
 _NPY: Final = ".npy"
@@ -157,8 +157,8 @@ class NpzReader(SingleChunkReader):
         super().__init__(path, NPZ_FILES)
         if self._fileset.weight_map is not None or len(self._fileset.names) > 1:
             raise CheckpointError(
-                f"{self.path}: expected one archive of NumPy (.npz), found {len(self._fileset.names)}, which are not "
-                "joined here: give the path of one of them"
+                f"{self.path}: expected one archive of NumPy (.npz), found {len(self._fileset.names)} archives, which "
+                "Twinshard does not join: give the path of one archive"
             )
         self._verify = verify
         self._name = self._fileset.names[0]

@@ -239,8 +239,8 @@ def render_strings(strings: Mapping[TreePath, str], what: str) -> Json:
                 container[last] = text
                 continue
         raise CheckpointError(
-            f"{what}: leaf {leaf_name(path)!r}: expected a name whose place in {STRINGS_FILE} is free, but a part of "
-            "it up to a '/' is the name of another text: rename one of them"
+            f"{what}: leaf {leaf_name(path)!r}: expected a name whose place in {STRINGS_FILE} is free, but its part "
+            "before a '/' is the name of another text: rename one of the two"
         )
     return content
 

@@ -230,9 +230,9 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         item = self._items.get(name)
         if item is None or len(leaf) < 2:
             raise CheckpointError(
-                f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), got "
-                f"another: name an item for its first key{' with more below it' if len(leaf) < 2 else ''}, or leave it "
-                "out (--drop)"
+                f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), "
+                "got a leaf elsewhere: name an item after its first "
+                f"key{', with more keys below it' if len(leaf) < 2 else ''}, or leave the leaf out (--drop)"
             )
         return item
 

@@ -104,7 +104,8 @@ class OrbaxReader(ClosedAtEnd):
             )
         if beside := items_beside(self.path, self._item):
             warn_caller(
-                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays"
+                f"{self._item.parent} also contains {', '.join(beside)}, which is not read: only the item with arrays "
+                "is read"
             )
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()

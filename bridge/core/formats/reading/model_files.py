@@ -83,7 +83,7 @@ class NumberedFiles:
     def problem(self) -> str:
         """What is wrong with the numbers; empty where they are complete."""
         if self.wrong:
-            return f"{self.wrong[0]} has a number that is there twice, or above the count"
+            return f"{self.wrong[0]} has a number that occurs twice, or exceeds the count"
         verb = "is" if self.num_missing == 1 else "are"
         return f"{first_of(self.missing, total=self.num_missing)} {verb} missing" if self.num_missing else ""
 
@@ -245,9 +245,9 @@ class FileKind:
         shown = first_of(candidates) or "none"
         if any(numbered.of_ranks and len(numbered.names) > 1 for numbered in sets):
             raise CheckpointError(
-                f"{path}: expected one file of weights, found files of several ranks, {shown}: each has a piece of the "
-                "same tensors, and these are not joined here; join them with the program that wrote them, or save "
-                "with torch.distributed.checkpoint"
+                f"{path}: expected one file of weights, found files of several ranks, {shown}: each file contains "
+                "pieces of the same tensors, and Twinshard does not join the pieces; join them with the program that "
+                "wrote them, or save with torch.distributed.checkpoint"
             )
         raise CheckpointError(
             f"{path}: expected one file of weights, found {shown}: "
@@ -258,9 +258,8 @@ class FileKind:
         for numbered in sets:
             if not numbered.complete:
                 raise CheckpointError(
-                    f"{path}: expected every file that the numbers in the names call for, found "
-                    f"{first_of(numbered.names)}, but {numbered.problem}: fetch all of them, or give "
-                    "the path of one file to take what is in it alone"
+                    f"{path}: expected every file of the numbered series, found {first_of(numbered.names)}, but "
+                    f"{numbered.problem}: fetch all files, or give the path of one file to read that file alone"
                 )
 
     def _candidates(self, directory: Path) -> list[str]:

@@ -60,7 +60,7 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
     except (OSError, RuntimeError, ValueError) as error:
         absent = file.is_symlink() and isinstance(error, FileNotFoundError)
         why = (
-            "a link to what is not here: fetch it (dvc pull, git annex get)"
+            "a link to a file that is missing: fetch it (dvc pull, git annex get)"
             if absent
             else "which cannot be read"
         )
@@ -156,7 +156,7 @@ def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
         try:
             now = Stamp.of(file.stat())
         except OSError as error:
-            yield file, f"{file} cannot be found any more: {error.strerror}"
+            yield file, f"{file} no longer exists: {error.strerror}"
             continue
         if now != stamp:
             yield file, change(file, stamp, now)
@@ -164,6 +164,8 @@ def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
 
 def change(path: object, before: Stamp, now: Stamp) -> str:
     sizes = (
-        f"it had {before.size} bytes, and has {now.size}" if before.size != now.size else "it was written to"
+        f"it had {before.size} bytes, and now has {now.size}"
+        if before.size != now.size
+        else "it was written to"
     )
     return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"

@@ -68,7 +68,7 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
     tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
     end, count, length, position = _find_end(files.view(name, (tail, size)), tail, size, refuse)
     if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
-        refuse(f"its directory lies outside, or is damaged: {COPY_AGAIN}")
+        refuse(f"its directory is outside the file, or damaged: {COPY_AGAIN}")
     file = files.read(name, position, position + length)
     members: dict[str, Member] = {}
     starts: list[tuple[int, int, str]] = []
@@ -89,11 +89,11 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
         except UnicodeDecodeError:
             member = raw.decode("cp437")
         if at > length or header + _HEADER.size + lengths + stored > position:
-            refuse(f"its member {member!r:.200} lies outside")
+            refuse(f"its member {member!r:.200} is outside the file")
         if flags & _ENCRYPTED or method not in (STORED, DEFLATED) or (method == STORED and stored != whole):
             refuse(f"its member {member!r:.200} is encrypted, or compressed by a method other than deflate")
         if member in members:
-            refuse(f"its member {member!r:.200} is there twice")
+            refuse(f"its member {member!r:.200} occurs twice")
         starts.append((header, header + _HEADER.size + lengths + stored, member))
         members[member] = Member(member, method, crc, stored, whole, header, position)
     if at != length:
@@ -149,13 +149,13 @@ def _find_end(
     if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
         _, _, wide, _ = file.unpack(_LOCATOR, locator)
         if wide + _END64.size > locator:
-            refuse("its end record lies outside")
+            refuse("its end record is outside the file")
         magic, *_, disk, first, _, count, length, position = file.unpack(_END64, wide)
         if magic != b"PK\6\6":
             refuse(f"its end record is damaged: {COPY_AGAIN}")
         at = wide
     if disk or first:
-        refuse("it is a part of several files")
+        refuse("it is one part of an archive in several files")
     return at, count, length, position
 
 

@@ -151,7 +151,7 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
         _refuse(
             what,
             "it begins with a pickle: PyTorch's HuggingFaceStorageWriter was given values that are not tensors, and "
-            "makes of them a file that nothing can read; save the tensors alone",
+            "writes such values as a file that nothing can read; save only the tensors",
         )
     base = start + LENGTH_BYTES + length
     if length > MAX_HEADER or base > size:
@@ -193,7 +193,7 @@ def format_header(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise CheckpointError(
-            f"expected names, shapes and values that are not tensors of at most {MAX_HEADER} bytes in one safetensors "
+            f"expected at most {MAX_HEADER} bytes of names, shapes, and values other than tensors in one safetensors "
             f"file, got {len(text)}"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -103,7 +103,7 @@ class SafetensorsReader(ClosedAtEnd):
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self._tensors = self._infos(paths)
         self.unreadable: Mapping[str, str] = {
-            name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits an element, which share bytes"
+            name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits per element, so that elements share bytes"
             for name, pieces in self._pieces.items()
             if pieces and pieces[0].array.bits is not None
         }

@@ -124,8 +124,8 @@ class StepManager:
         self.wait()
         if not complete_steps(self.directory):
             raise CheckpointError(
-                f"{self.directory}: expected a complete step, got none: ask latest_step() first, and begin a new run "
-                "where that is None"
+                f"{self.directory}: expected a complete step, got none: call latest_step() first, and begin a new run "
+                "if the result is None"
             )
 
     def path_of(self, step: int) -> Path:
@@ -170,7 +170,7 @@ class StepManager:
         metrics, damaged = self._metrics()
         for step in self._retention.superseded(list(steps), self._retention.best(metrics), saved):
             if step in damaged:
-                warnings.warn(f"{damaged[step]}; the step stays, since it may be the best", stacklevel=2)
+                warnings.warn(f"{damaged[step]}; the step is kept, since it may be the best", stacklevel=2)
                 continue
             own = self.directory / str(step)
             if own in steps[step] and (own / METRICS_FILE).exists():

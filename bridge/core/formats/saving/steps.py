@@ -46,13 +46,14 @@ def choose_step(path: Path, step: int | None) -> Path:
         if step is None:
             return path
         raise CheckpointError(
-            f"step: expected a directory of steps at {path}, got another: leave step out to load a single checkpoint"
+            f"step: expected a directory of steps at {path}, got another kind of directory: leave step out to load a "
+            "single checkpoint"
         )
     complete = _complete(list(numbers))
     known = sorted({numbers[child] for child in complete})
     if step is None and not known:
         raise CheckpointError(
-            f"{path}: expected a complete step, got only some whose save did not finish: "
+            f"{path}: expected a complete step, got only steps whose save did not finish: "
             f"{first_of(sorted(child.name for child in numbers))}"
         )
     wanted = known[-1] if step is None else step

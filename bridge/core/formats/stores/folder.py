@@ -115,7 +115,7 @@ class StoreFolder:
         goes_on = resume and earlier.get("key") == self._key
         if resume and earlier and not goes_on:
             raise CheckpointError(
-                f"{self.url} is unfinished, but it is of another conversion "
+                f"{self.url} is unfinished, but belongs to another conversion "
                 f"({_differences(self._key, earlier['key'])}): resume that conversion with its own source and "
                 "options, or start anew without resuming"
             )
@@ -302,7 +302,7 @@ class StoreFolder:
 
     def _remove(self, earlier: Mapping[str, Any]) -> None:
         """Abort uploads, and remove the files that an attempt has sent."""
-        with store_errors(f"cannot remove what an attempt has left at {self.url}"):
+        with store_errors(f"cannot remove the files that an earlier attempt left at {self.url}"):
             for name, uploads in self._uploads.items():
                 for upload in uploads:
                     S3Parts(self._system, name, upload).abort()
@@ -368,8 +368,8 @@ class StoreFolder:
             return
         if not there:
             raise FileNotFoundError(
-                f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
-                "credentials may list): correct the name, or create the bucket first; none is created here"
+                f"expected an existing bucket in {self.url}, found no bucket {parts[0]!r} (or none that these "
+                "credentials may list): correct the name, or create the bucket first; Twinshard creates no buckets"
             )
 
 

@@ -149,7 +149,7 @@ class StorePath(_Path):
         return self.listing.text(self._path)
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+        raise TypeError(f"{self} is in an object store: expected a path on this machine")
 
     def __repr__(self) -> str:
         return f"StorePath({str(self)!r})"
@@ -209,7 +209,7 @@ class StorePath(_Path):
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         if not self.is_dir():
-            raise NotADirectoryError(f"{self} is no directory")
+            raise NotADirectoryError(f"{self} is not a directory")
         return (self / name for name in sorted(self.listing.children[self._path]))
 
     def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir

@@ -152,8 +152,8 @@ class FileRanges:
                         raise error
                 elif len(got) != stop - start:
                     error = OSError(
-                        f"{self._urls[name]}: expected {stop - start} bytes at {start}, got {len(got)}: did it change "
-                        "meanwhile?"
+                        f"{self._urls[name]}: expected {stop - start} bytes at {start}, got {len(got)}: did the "
+                        "object change during the read?"
                     )
                 else:
                     fetched[n] = got

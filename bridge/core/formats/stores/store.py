@@ -23,7 +23,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_SERVER = re.compile("Connector|EndpointConnection|ConnectError|Credentials")
 _NO_LOGIN = re.compile(r"credentials", re.IGNORECASE)
 _LOG_IN = (
-    "; log in by the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
+    "; log in with the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
     """data is read with FSSPEC_S3='{"anon": true}' or FSSPEC_GS='{"token": "anon"}' in the environment"""
 )
 
@@ -98,10 +98,10 @@ def require_writable(url: str) -> None:
     # A repository of the Hub is never empty, and each file of a checkpoint would be a commit.
     protocol = url.partition("://")[0].lower()
     if protocol in ("http", "https", "hf"):
-        then = ", and upload that (hf upload)" if protocol == "hf" else ""
+        then = ", and upload the directory (hf upload)" if protocol == "hf" else ""
         raise CheckpointError(
-            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
-            f"convert to a directory{then}"
+            f"{url} is read-only: expected a path, or the URL of a store such as s3:// or gs://, to write to; convert "
+            f"to a directory{then}"
         )
 
 
@@ -114,8 +114,8 @@ def _require_name(url: str) -> None:
     examples = {"hf": "hf://org/model"} | dict.fromkeys(("file", "local"), f"{protocol}:///runs/step_40")
     example = examples.get(protocol.lower(), f"{protocol}://bucket/runs/step_40")
     raise CheckpointError(
-        f"{protocol}:// is a protocol alone: expected the URL of a checkpoint, such as {example}, got no name: is a "
-        "variable of your script not set?"
+        f"{protocol}:// is only a protocol: expected the URL of a checkpoint, such as {example}, got no name: is a "
+        "variable in your script unset?"
     )
 
 

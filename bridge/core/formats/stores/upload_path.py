@@ -48,7 +48,7 @@ class UploadPath(_Path):
         return "/".join((self.folder.url, *self._path))
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+        raise TypeError(f"{self} is in an object store: expected a path on this machine")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UploadPath) and str(self) == str(other)

@@ -57,8 +57,8 @@ def read_decoded(reader: CheckpointReader, name: str, scale: str, box: Box | Non
     runs = run_lengths(info.shape, scales.shape)
     if runs is None:
         raise CheckpointError(
-            f"{reader.path}: {scale} has shape {scales.shape}: expected for each axis a size that divides that of "
-            f"{name}, of shape {info.shape}"
+            f"{reader.path}: {scale} has shape {scales.shape}: expected each size to divide the size of {name}, of "
+            f"shape {info.shape}, along the same axis"
         )
     box = Box.whole(info.shape) if box is None else box
     return decode(reader.read(name, box), box, reader.read(scale, scale_box(box, runs)), runs)

@@ -91,7 +91,7 @@ class RanksReader(SingleChunkReader):
         value = having[0].objects[name]
         for rank in having[1:]:
             if object_checksum(rank.objects[name]) != object_checksum(value):
-                reason = f"another value in {rank.path.name} than in {having[0].path.name}"
+                reason = f"different values in {rank.path.name} and {having[0].path.name}"
                 raise UnreadableValue(
                     f"{self.path}: object {name!r:.200}: {reason}", reason, holds_tensors=False
                 )
@@ -110,7 +110,9 @@ class RanksReader(SingleChunkReader):
             reasons = (rank.unreadable.get(name) for rank in having)
             reason = next((reason for reason in reasons if reason not in (None, PIECE)), None)
             if boxes is None or reason is not None:
-                self._unreadable[name] = reason or "a DTensor whose placements do not say what each rank has"
+                self._unreadable[name] = (
+                    reason or "a DTensor whose placements do not say which part each rank has"
+                )
                 self._tensors[name] = first
                 continue
             placed: dict[Box, TorchSaveReader] = {}

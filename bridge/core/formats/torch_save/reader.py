@@ -41,7 +41,7 @@ from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
 
 PIECE: Final = (
-    "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
+    "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder that contains all files"
 )
 _ZERO_3: Final = (
     "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: run "
@@ -218,7 +218,7 @@ class TorchSaveReader(SingleChunkReader):
         self._stored[name] = _Stored(file, members[tensor.record.start], tensor)
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if nbytes > max(tensor.record.size, _MAX_REPEATED):
-            reason = f"{nbytes} bytes made of {tensor.record.size} by repeating them"
+            reason = f"{nbytes} bytes that repeat {tensor.record.size} stored bytes"
         return tensor.shape, tensor.dtype, reason
 
     def _small(self, file: str, member: Member, limit: int) -> bytes:

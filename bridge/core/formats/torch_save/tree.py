@@ -53,8 +53,8 @@ def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
     """
     if not isinstance(root, dict | list | tuple):
         raise CheckpointError(
-            f"{what}: expected a state_dict, or a mapping of some, found {described(root)}: of a module save the "
-            "state_dict(), of a tensor a dict with its name"
+            f"{what}: expected a state_dict, or a mapping of state_dicts, found {described(root)}: for a module save "
+            "its state_dict(), for a tensor a dict with the tensor's name"
         )
     budget = MAX_NODES
     stack: list[tuple[TreePath, object]] = [((), root)]

@@ -219,12 +219,12 @@ def _is_weights(name: str) -> bool:
 
 def _reason(name: str, index: str) -> str:
     if TRAINING_STATE.match(name):
-        return "state of a training, which no file of weights holds"
+        return "training state, which no file of weights contains"
     if name.endswith(".distcp"):
-        return "the metadata names nothing in it"
+        return "the metadata names nothing in this file"
     if index and name.endswith(f".{index.removesuffix(INDEX_END).rpartition('.')[2]}"):
         return f"{index} does not name it"
-    return "not a part of the files that are read"
+    return "not one of the files that are read"
 
 
 def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> dict[str, str]:
@@ -253,6 +253,6 @@ def _ranks_without_files(read: Collection[str]) -> dict[str, str]:
     if not ranks:
         return {}
     lacking = [rank for rank in range(1, max(ranks)) if rank not in ranks][:_SHOWN]
-    why = "not there: this rank had nothing to write, or its file is missing"
-    last = "not there: no file says how many ranks there were, and without the last one's file tensors look shorter"
+    why = "absent: this rank had nothing to write, or its file is missing"
+    last = "absent: no file says how many ranks there were, and without the last rank's file tensors look shorter"
     return {**{f"shard-{rank:05}-*": why for rank in lacking}, f"shard-{max(ranks) + 1:05}-*": last}

@@ -165,7 +165,8 @@ def _folders(path: Path) -> list[str]:
     for name in named:
         if not (path / name).is_dir():
             raise CheckpointError(
-                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} beside it, found none: fetch all of it"
+                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} next to this file, found none: fetch the "
+                "whole pipeline"
             )
     return named
 
@@ -189,7 +190,7 @@ def _named(path: Path) -> list[str]:
     for name in named:
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{path / PIPELINE_FILE}: expected names of folders beside it, found {name!r:.200}"
+                f"{path / PIPELINE_FILE}: expected names of folders next to this file, found {name!r:.200}"
             )
     return named
 

@@ -50,7 +50,7 @@ _KINDS: Mapping[str, str] = {
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
 }
-DECODE = "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+DECODE = "decode them to bfloat16 during the conversion (convert --dequantize; in a program dequantize=True)"
 DECODE_ELSEWHERE = "decode them first, with the program that made them"
 _READ = frozenset({_BLOCKS, _SCALES, ".weight_scale_inv"})
 
@@ -161,7 +161,7 @@ class _Float8:
             runs = [_run(*sizes) for sizes in zip(weight.shape, scales.shape, per_axis, strict=True)]
             if None not in runs:
                 return cls(weight.name, scales.name, tuple(run for run in runs if run is not None))
-        expected = " x ".join(map(str, block)) if block else "one size that the shapes tell"
+        expected = " x ".join(map(str, block)) if block else "one size that follows from the shapes"
         raise CheckpointError(
             f"{where}: expected float8 weights with a scale for each block of {expected} ({_BLOCK_SIZE} in "
             f"config.json), found {weight.dtype} {weight.shape} in {weight.name} and {scales.shape} in {scales.name}"

@@ -75,7 +75,7 @@ def _foreign(path: Path) -> list[str]:
         ours = {*files.names, files.index, *_OURS}
         return sorted(name for name in names if name not in ours and not _stays(path / name))
     raise CheckpointError(
-        f"{path} is no checkpoint: expected one to replace, with its files directly in the directory, found "
+        f"{path} is not a checkpoint: expected one to replace, with its files directly in the directory, found "
         f"{first_of(names) or 'an empty directory'}; give the path of one checkpoint, or choose another name"
     )
 

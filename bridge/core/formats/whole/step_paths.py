@@ -143,8 +143,8 @@ def _require_one_number(where: str, names: Sequence[str]) -> None:
             starts.setdefault(name[: match.start(1)], name)
     if len(starts) > 1:
         raise CheckpointError(
-            f"{where}: expected names with one number, or with the step behind the word step (--step), found "
-            f"{' and '.join([*starts.values()][:2])}: give the path of one"
+            f"{where}: expected names with one number, or with the word step before the number of the step (--step), "
+            f"found {' and '.join([*starts.values()][:2])}: give the path of one"
         )
 
 

@@ -61,21 +61,21 @@ def misfit(
         name, encoding, readable = encoded
         remedy = DECODE if readable else DECODE_ELSEWHERE
         return (
-            f"{name} of {reader.path} is of quantized weights ({encoding}), and {len(unmatched)} of "
-            f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "
-            f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+            f"{name} of {reader.path} belongs to quantized weights ({encoding}), and {len(unmatched)} of {count} "
+            f"tensors match no rule of mapping {mapping.name}, whose rules are for plain weights: {remedy}, or leave "
+            "the mapping out to keep names and bytes"
         )
     paths = [entry.path.text for rule in rules for entry in rule.entries(side)]
     stacked = {path.replace(".{i}.", "."): path for path in paths if ".{i}." in path}
     if (layers := next((name for name in unmatched if name in stacked), None)) is not None:
         return (
-            f"{layers} of {reader.path} has all layers in one tensor, as in Megatron's torch_dist, and {side} of "
-            f"mapping {mapping.name} has one for each layer ({stacked[layers]}): convert the checkpoint first "
+            f"{layers} of {reader.path} stores all layers in one tensor, as in Megatron's torch_dist, but {side} of "
+            f"mapping {mapping.name} has one tensor for each layer ({stacked[layers]}): convert the checkpoint first "
             f"(Megatron-LM: --ckpt-convert-format torch), or write rules with layers as an axis ({layers} : {{i}} m)"
         )
     lines = [f"mapping {mapping.name} does not fit {reader.path}; is this another model?"]
     if len(mapping.conventions) > 2:
-        lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
+        lines.append(f"The nearest of its conventions ({', '.join(mapping.conventions)}) is {side}.")
     if unmatched:
         lines.append(f"{len(unmatched)} of {count} tensors match no rule: {first_of(unmatched)}.")
     if unused:

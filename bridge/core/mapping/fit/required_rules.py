@@ -83,7 +83,7 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             if missing := sorted(everything - there):
                 yield (
                     f"rule {NAMES}: expected a tensor for each {layer_part} that other rules have, found none for "
-                    f"{first_of(missing)}; if the model is like that, mark the rule optional",
+                    f"{first_of(missing)}; if the model really lacks the tensor, mark the rule optional",
                     str(by_id[key]),
                 )
     due = needed(rules, convention)
@@ -93,7 +93,7 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             lacking.setdefault(key, []).append(at)
     for key, places in lacking.items():
         yield (
-            f"rule {NAMES}: expected a tensor wherever other rules of the part have some, found none for "
+            f"rule {NAMES}: expected a tensor wherever other rules of the same part match one, found none for "
             f"{first_of(places)}",
             str(by_id[key]),
         )

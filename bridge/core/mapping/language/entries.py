@@ -40,7 +40,7 @@ class PathPattern:
             raise MappingError(f"expected each index once in path {self.text!r}")
         if any(not between or between.isdecimal() for between in parts[2:-2:2]):
             raise MappingError(
-                f"expected indices with more than digits between them, got path {self.text!r}, where one number can be "
+                f"expected indices separated by more than digits, got path {self.text!r}, where one number can be "
                 "split in several ways"
             )
         if not self.text or re.search(r"[\s{}]", "".join(parts[::2])):

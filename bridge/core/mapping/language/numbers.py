@@ -114,12 +114,14 @@ class Numbering:
         """Raise MappingError unless each number has its digits in one way."""
         limits, known = self.limits(), set(self.indices)
         if len(known) != len(self.digits) or {index for index, _ in self.bounds} - known:
-            raise MappingError(f"expected each of {self.text!r} once, and bounds of these alone")
+            raise MappingError(
+                f"expected each number in {self.text!r} once, and bounds for these numbers only"
+            )
         for (above, larger), (index, stride) in zip(self.digits, self.digits[1:], strict=False):
             if index not in limits or limits[index] * stride > larger or larger % stride:
                 raise MappingError(
-                    f"expected a bound for {index} in {self.text!r}, of {larger // stride} at most, as {above} counts "
-                    f"in steps of {larger}; got {limits.get(index, 'none')}"
+                    f"expected a bound of at most {larger // stride} for {index} in {self.text!r}, because {above} "
+                    f"counts in steps of {larger}; got {limits.get(index, 'none')}"
                 )
 
 

@@ -89,7 +89,7 @@ class Operation:
         if self.narrow and not isinstance(value, complex):
             value = float(rounded(np.array(value), np.dtype(ml_dtypes.bfloat16)))
         if isinstance(value, complex) or not math.isfinite(value) or (self.kind == "times" and not value):
-            raise MappingError(f"expected a finite number that can be undone from {self.text}, got {value}")
+            raise MappingError(f"expected {self.text} to be a finite number that can be undone, got {value}")
         return value
 
 
@@ -270,10 +270,10 @@ def require_zeros(reader: CheckpointReader, ends: Iterable[LeftOut], target: str
         for box in split_box(whole, end.info.dtype.itemsize):
             if box.numel and reader.read(end.info.name, box).any():
                 raise MappingError(
-                    f"{end.info.name} of {reader.path} has {size} elements along axis {end.dim}, and the model "
-                    f"{start}: expected zeros as padding from {start} on, found others, for which convention {target} "
-                    f"has no place. If the model has {size}, say so (--axis {axis}=0). If it does not use the others, "
-                    f"leave them out (--axis {axis}={size - start}; in a program "
+                    f"{end.info.name} of {reader.path} has {size} elements along axis {end.dim}, but the model has "
+                    f"{start}: expected zeros as padding from {start} on, found other values, for which convention "
+                    f"{target} has no place. If the model has {size} elements, say so (--axis {axis}=0). If the model "
+                    f"does not use the other values, leave them out (--axis {axis}={size - start}; in a program "
                     f"load_mapping(...).with_axes({{{axis!r}: {size - start}}}))"
                 )
 

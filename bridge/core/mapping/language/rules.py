@@ -139,9 +139,7 @@ def mapping_table(
         if axes:
             raise ValueError(f"expected a mapping for the axis sizes {dict(axes)}, got none")
         if tied is not None:
-            raise ValueError(
-                f"expected a mapping, which knows the tied weights that are to be {tied}, got none"
-            )
+            raise ValueError(f"tied={tied}: expected a mapping, which says which weights are tied, got none")
         if any_model:
             raise ValueError("expected a mapping that is to be used for any model, got none")
         return None
@@ -259,7 +257,7 @@ def _parse_rule(
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
-        raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
+        raise MappingError(f"{where}: expected fewer nested parentheses") from None
 
 
 @dataclass(frozen=True)

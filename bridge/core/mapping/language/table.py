@@ -206,9 +206,9 @@ class MappingTable:
             value = self.axes.get(choice)
             if value not in (0, 1):
                 raise MappingError(
-                    f"mapping {self.name}: convention {name} has rotary rows side by side where {choice} is 1, and in "
-                    f"halves where it is 0: expected --axis {choice}=1 or --axis {choice}=0 (in a program "
-                    f"with_axes({{{choice!r}: 1}})), since no config.json beside {where} tells, got "
+                    f"mapping {self.name}: convention {name} stores rotary rows as adjacent pairs if {choice} is 1, "
+                    f"and as halves if {choice} is 0: expected --axis {choice}=1 or --axis {choice}=0 (in a program "
+                    f"with_axes({{{choice!r}: 1}})), since no config.json next to {where} decides, got "
                     f"{'neither' if value is None else value}"
                 )
         choices = {choice: cast(int, self.axes[choice]) for choice in open_choices}

@@ -137,9 +137,9 @@ class AppliedRule:
         if left := [info.name for name, info in tensors.items() if name not in owners]:
             known_cases = ", ".join(f"{n.name} ({n.text})" for n in rule.numberings.values())
             raise MappingError(
-                f"rule {self._between}: expected a number of the cases {known_cases} in {left[0]}"
-                f"{f' and {len(left) - 1} more' if len(left) > 1 else ''}, got one of none; check the sizes "
-                "of the axes in them"
+                f"rule {self._between}: expected a number of one of the cases {known_cases} in "
+                f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, got a number of no case; check "
+                "the sizes of the axes in the cases"
             )
         yield from cases
 

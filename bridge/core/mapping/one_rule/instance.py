@@ -137,7 +137,7 @@ class Instance:
             return self._changed(view, changes), None
         if lacking is not None:
             with_scales = next(name for name in sources if name in by_name)
-            raise self._error(f"expected scales of {lacking} as of {with_scales}, found none")
+            raise self._error(f"expected scales for {lacking}, as for {with_scales}, found none")
         shapes = {info.name: info.shape for info in self.tensors.values()}
         try:
             scales = scale_view(view, shapes, by_name)
@@ -161,14 +161,16 @@ class Instance:
         missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
         if missing:
             present = next(name for name in self.tensors if self._belongs(name))
-            raise self._error(f"found no tensor {', '.join(missing)}, which the rule needs with {present}")
+            raise self._error(
+                f"found no tensor {', '.join(missing)}, which the rule needs together with {present}"
+            )
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
         infos = [self.tensors[name] for name in names]
         for info in infos:
             if info.shape != infos[0].shape:
                 raise self._error(
-                    f"expected one shape to stack, got {infos[0].shape} in {infos[0].name} "
-                    f"and {info.shape} in {info.name}"
+                    f"expected tensors of one shape to stack, got {infos[0].shape} in {infos[0].name} and "
+                    f"{info.shape} in {info.name}"
                 )
         return infos
 

@@ -91,9 +91,9 @@ def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
     where = f"mapping {mapping}: " if mapping else ""
     return (
         f"{where}the {what} not follow from the shapes, and rule {first_of(rules, 1)} "
-        f"need{'s' if len(rules) == 1 else ''} {'it' if len(asked) == 1 else 'them'}: expected a config.json "
-        f"beside the checkpoint that tells, or the mapping's [axes] table, or {options} on the command line, in a "
-        f"program load_mapping(...).with_axes({{{values}}})"
+        f"need{'s' if len(rules) == 1 else ''} {'it' if len(asked) == 1 else 'them'}: expected a config.json next to "
+        f"the checkpoint that decides, or the mapping's [axes] table, or {options} on the command line, or, in a "
+        f"program, load_mapping(...).with_axes({{{values}}})"
     )
 
 

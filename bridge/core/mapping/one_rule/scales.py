@@ -73,7 +73,7 @@ def _source(block: Block, shape: Sequence[int], scale: TensorInfo) -> tuple[Alte
     runs = run_lengths(shape, scale.shape)
     if runs is None:
         raise MappingError(
-            f"expected scales for {block.source} of shape {tuple(shape)}, whose sizes divide that shape's, got shape "
+            f"expected scales for {block.source} with sizes that divide its shape {tuple(shape)}, got shape "
             f"{scale.shape} in {scale.name}"
         )
     index: list[Affine] = []
@@ -82,8 +82,8 @@ def _source(block: Block, shape: Sequence[int], scale: TensorInfo) -> tuple[Alte
         slow, fast = _cut(dim, block.sizes, run)
         if dim.offset % run + _span(fast, block.sizes) >= run:
             raise MappingError(
-                f"expected scales for {block.source} along whole axes, got {scale.name} of shape {scale.shape}, each "
-                f"for {run} elements of an axis of {shape[len(index)]}"
+                f"expected scales for {block.source} that each cover a whole axis, got {scale.name} of shape "
+                f"{scale.shape}, where each covers {run} elements of an axis of size {shape[len(index)]}"
             )
         kept.update(axis for axis, _ in slow)
         index.append(Affine(dim.offset // run, tuple((axis, stride // run) for axis, stride in slow)))

@@ -89,8 +89,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
         if (size := sizes.get(alias.get(axis, axis))) is not None:
             if size % 2:
                 raise MappingError(
-                    f"expected an even size for axis {axis} of mapping {mapping.name}, which is of rotary "
-                    f"positions, got {size}"
+                    f"expected an even size for the rotary axis {axis} of mapping {mapping.name}, got {size}"
                 )
             sizes[axis + PAIR] = size // 2
     sizes |= {axis + ZEROS: sizes[axis] for axis in mapping.padding_axes() if axis in sizes}
@@ -139,9 +138,9 @@ def require_model(table: MappingTable, fields: Mapping[str, object], where: str)
     better = " or ".join(f"--mapping {name}" for name in fitting if name != table.name)
     raise MappingError(
         f"{where}: mapping {table.name} is not for this model: {wrong}. The names of the weights may be the same, but "
-        f"the model computes something else from them. Choose a mapping for it{f' ({better})' if better else ''}, or, "
-        "if you know that its weights are to be translated by this one, insist (--any-model; in a program "
-        f"load_mapping({table.name!r}).for_any_model())"
+        "the model computes something else from them. Choose a mapping for this "
+        f"model{f' ({better})' if better else ''}, or, if you know that this mapping fits the model's weights, insist "
+        f"(--any-model; in a program load_mapping({table.name!r}).for_any_model())"
     )
 
 
@@ -161,8 +160,9 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
             continue
         if axis in checked and size_ != table.axes[axis]:
             raise MappingError(
-                f"{where} says that {axis} is {size_} ({text}): expected the same from --axis, got {axis}="
-                f"{table.axes[axis]}. Leave --axis out, or, if the file is of another model, insist (--any-model)"
+                f"{where} says that {axis} is {size_} ({text}): expected the same from --axis, got "
+                f"{axis}={table.axes[axis]}. Leave --axis out, or, if the file belongs to another model, insist "
+                "(--any-model)"
             )
         sizes[axis] = size_
     ties = next(

@@ -71,9 +71,9 @@ class RunState:
         value = self.whole(name)
         if value is None:
             raise CheckpointError(
-                f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights to "
-                "be stored once, scales of rows that it joins, or padding): save without the mapping, and convert the "
-                "checkpoint"
+                f"{name} of {self.where} is sharded over processes, but this mapping compares its values (tied "
+                "weights to be stored once, scales of rows that the mapping joins, or padding): save without the "
+                "mapping, and convert the checkpoint"
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
 

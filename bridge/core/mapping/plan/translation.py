@@ -242,8 +242,8 @@ class _Planner:
             if known is None or known == self.source.name:
                 others = [name for name in conventions if name != self.source.name]
                 raise MappingError(
-                    f"expected another convention of mapping {self.mapping.name} than {self.source.name}, which "
-                    f"{self.reader.path} has: {', '.join(others)}; got {into!r}{did_you_mean(into, others)}"
+                    f"expected a convention of mapping {self.mapping.name} other than {self.source.name}, which "
+                    f"{self.reader.path} already has: {', '.join(others)}; got {into!r}{did_you_mean(into, others)}"
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
@@ -257,8 +257,8 @@ class _Planner:
         if len(conventions) == 2:
             formats = " and ".join(c.format for c in conventions.values())
             raise MappingError(
-                f"mapping {self.mapping.name} translates between {formats}, but {self.reader.path} is "
-                f"{self.reader.format} already, with names of {self.source.name}; leave the mapping out to keep the "
+                f"mapping {self.mapping.name} translates between {formats}, but {self.reader.path} is already "
+                f"{self.reader.format}, with the names of {self.source.name}; leave the mapping out to keep the "
                 f"names, or give --into {left[0].name} to translate them"
             )
         raise MappingError(
@@ -295,7 +295,8 @@ class _Planner:
         sizes = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items())
         return [
             *problems,
-            f"{config.where} gives {sizes}: if it is of another model, give the sizes (--axis AXIS=SIZE --any-model)",
+            f"{config.where} gives {sizes}: if it belongs to another model, give the sizes (--axis AXIS=SIZE "
+            "--any-model)",
         ]
 
     def _fewer_layers(self, owners: Mapping[str, Rule]) -> Sequence[str]:
@@ -303,7 +304,7 @@ class _Planner:
         if config is None or config.layers is None or not 0 < there < config.layers:
             return ()
         return (
-            f"{config.where} says that the model has {config.layers} layers: these are the weights of {there}",
+            f"{config.where} says that the model has {config.layers} layers, but these are the weights of {there}",
         )
 
     def _noted(self, empty: Iterable[TreePath]) -> dict[TreePath, object]:
@@ -329,8 +330,8 @@ class _Planner:
             owners[weight] = rules[0]
             if section == "weights" and not rules[0].entries(self.target.name):
                 self.problems.add(
-                    f"tensor {NAMES} has no counterpart in convention {self.target.name}: drop it, or add one to rule "
-                    f"{rules[0]}",
+                    f"tensor {NAMES} has no counterpart in convention {self.target.name}: drop it, or add a "
+                    f"counterpart to rule {rules[0]}",
                     info.name,
                 )
         return owners

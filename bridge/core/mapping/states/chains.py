@@ -44,27 +44,27 @@ def completed(
     )
     if len(written) > 1:
         return {}, (
-            f"{shown} has the states of {optimizers}, as no chain of optax has, so that stock Orbax restores it for "
-            f"none: {by_hand}"
+            f"{shown} contains the states of {optimizers}, which no optax chain has together, so stock Orbax can "
+            f"restore it for no optimizer: {by_hand}"
         )
     wrapper = next((key for key in node[1:] if isinstance(key, str)), None)
     if wrapper is not None:
         return {}, (
-            f"{shown} has the state of {optimizers} inside of {wrapper}, whose other values torch does not have, so "
-            f"that stock Orbax restores it for no optimizer: {by_hand}"
+            f"{shown} contains the state of {optimizers} inside {wrapper}, whose other values torch does not have, so "
+            f"stock Orbax can restore it for no optimizer: {by_hand}"
         )
     if len(node) == 1:
-        return {}, f"{shown} has the state of {optimizers} alone, and nothing of a chain"
+        return {}, f"{shown} contains only the state of {optimizers}, without a chain"
     empty = [(*node[:k], part) for k in range(1, len(node)) for part in range(int(node[k]))]
     empty += [(*node[:-1], int(node[-1]) + part) for part in range(1, behind + 1)]
     free = [part for part in empty if not any(path[: len(part)] == part for path in taken)]
     if len(free) < len(empty):
         # The source brought further parts, as from a chain of optax.
         return dict.fromkeys(free), ""
-    front = ", behind parts without a state" if any(node[1:-1]) else ""
+    front = ", after parts without state" if any(node[1:-1]) else ""
     count = "/".join(map(str, (*empty[-1], "count")))
     return dict.fromkeys(free), (
-        f"{node[0]} is that of {optimizers} with a constant rate{front}, and stock Orbax restores it for that chain "
-        f"alone. For another one, such as with a schedule, which has {count}, too: {by_hand}, and the same count into "
-        "the schedule's state"
+        f"{node[0]} is the state of {optimizers} with a constant learning rate{front}, and stock Orbax restores it "
+        f"only for that chain. For another chain, such as one with a schedule, which also has {count}: {by_hand}, and "
+        "put the same count into the schedule's state"
     )

@@ -76,11 +76,11 @@ def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
     names = next((names for shape, names in alike.items() if len(names) > 1 and shape in shapes.values()), [])
     such = f": {first_of(names)} have one shape" if names else ""
     return (
-        f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
-        f"nothing tells which number is whose{such}. If the optimizer has all of model.parameters(), or groups "
-        "that each follow the model's order, say so (--optimizer-order model). Else give a file with the name of a "
-        "weight on each line, in the order of the optimizer (--optimizer-order FILE), or save the optimizer with names "
-        "(model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
+        f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and nothing "
+        f"tells which number belongs to which weight{such}. If the optimizer has all of model.parameters(), or groups "
+        "that each follow the model's order, say so (--optimizer-order model). Otherwise give a file with the name "
+        "of one weight on each line, in the optimizer's order (--optimizer-order FILE), or save the optimizer with "
+        "names (model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
     )
 
 
@@ -222,8 +222,8 @@ def _listed(
     for (prefix, number), name in zip(numbers, lines, strict=True):
         if shapes.get((prefix, number), weights[name]) != weights[name]:
             raise CheckpointError(
-                f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is given to {name}: expected a "
-                f"state of its shape {weights[name]}, found {shapes[prefix, number]}"
+                f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is assigned to {name}: expected a "
+                f"state of shape {weights[name]}, found {shapes[prefix, number]}"
             )
     name_of = dict(zip(numbers, lines, strict=True))
     return {prefix: {n: name for (p, n), name in name_of.items() if p == prefix} for prefix in prefixes}

@@ -36,27 +36,34 @@ def _optimizers(*rows: tuple[str, str, str]) -> tuple[Optimizer, ...]:
     return tuple(Optimizer(name, frozenset(words.split()), reason) for name, words, reason in rows)
 
 
-_AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither tells the other"
-_NO_STEP = "torch counts steps, optax does not, and their epsilons are inside and outside of the root"
+_AMSGRAD = (
+    "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither can be computed from "
+    "the other"
+)
+_NO_STEP = "torch counts steps and optax does not, and one adds epsilon inside the root, the other outside"
 _NO_COUNT = "optax.adadelta has no step count, which torch.optim.Adadelta needs"
-_FACTORED = "the two factor a weight along other axes"
-_FORGETS = "the two forget the gradient after a change of sign in other ways"
+_FACTORED = "torch and optax factor a weight along different axes"
+_FORGETS = "torch and optax drop the gradient after a sign change in different ways"
 _OF_BLOCKS = (
     "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
-    "its moments are numbers of a table for blocks of a weight",
+    "its moments are indices into a table, for blocks of a weight",
 )
 
 TORCH: tuple[Optimizer, ...] = _optimizers(
     ("Adam with amsgrad=True", "max_exp_avg_sq", _AMSGRAD),
     ("NAdam", "mu_product", "optax.nadam has a constant b1 in place of torch's growing one"),
-    ("Adamax", "exp_inf", "optax.adamax names it nu, and no name there tells it from Adam's second moment"),
+    (
+        "Adamax",
+        "exp_inf",
+        "optax.adamax calls it nu, and no name there distinguishes it from Adam's second moment",
+    ),
     ("Adadelta", "acc_delta", _NO_COUNT),
     ("RMSprop", "square_avg grad_avg", f"{_NO_STEP}; optax.rmsprop's trace contains past learning rates"),
-    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from another sum"),
+    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from a different sum"),
     ("Rprop", "prev step_size", _FORGETS),
     ("ASGD", "ax eta", "optax has no such optimizer"),
     ("an 8-bit optimizer or another one of bitsandbytes", *_OF_BLOCKS),
-    ("a schedule-free optimizer", "z", "torch's Adam and SGD read its weights wrongly, as optax's do"),
+    ("a schedule-free optimizer", "z", "torch's and optax's Adam and SGD would misread its weights"),
     ("LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"),
     ("Adafactor", "row_var col_var variance exp_avg_sq_row exp_avg_sq_col", _FACTORED),
 )
@@ -64,14 +71,14 @@ TORCH: tuple[Optimizer, ...] = _optimizers(
 
 OPTAX: tuple[Optimizer, ...] = _optimizers(
     ("optax.amsgrad", "nu_max", _AMSGRAD),
-    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from another sum"),
+    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from a different sum"),
     ("optax.adadelta", "e_g e_x", _NO_COUNT),
     ("optax.rprop", "step_sizes prev_updates", _FORGETS),
     ("optax.adafactor", "v_row v_col v", _FACTORED),
     (
         "optax.contrib.schedule_free",
         "z",
-        "torch.optim has no such optimizer, and Adam reads its weights wrongly",
+        "torch.optim has no such optimizer, and Adam would misread its weights",
     ),
 )
 
@@ -83,7 +90,7 @@ _ALONE: Mapping[str, Optimizer] = {
         (
             "Lion or another optimizer with one moment",
             "exp_avg",
-            "there is no exp_avg_sq, and nothing tells how exp_avg was made",
+            "there is no exp_avg_sq, and nothing tells how exp_avg was computed",
         ),
         ("optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"),
         (
@@ -100,10 +107,10 @@ _READ_AS: tuple[tuple[Section, str, str], ...] = (
     (
         "exp_avg_sq",
         "mu, nu and count",
-        "those of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt keep other numbers under these "
-        "names, and nadam makes other updates of them",
+        "the state of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt store different values under "
+        "these names, and nadam computes different updates from them",
     ),
-    ("momentum_buffer", "trace", "that of optax.sgd, of gradients without the learning rate"),
+    ("momentum_buffer", "trace", "the trace of optax.sgd, which sums gradients without the learning rate"),
 )
 
 _MUON = "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count"
@@ -111,11 +118,11 @@ _ADOPT = "ADOPT's exp_avg is a mean of gradients that are divided by the root of
 _GROUPS = "param_groups"
 _OTHERWISE: Mapping[Section, Mapping[str, str]] = {
     "momentum_buffer": {
-        "dampening": "momentum_buffer then sums 1 - dampening of each gradient, and optax.trace whole ones",
+        "dampening": "momentum_buffer sums each gradient times 1 - dampening, and optax.trace whole gradients",
         "ns_steps": _MUON,
         "backend_steps": _MUON,
         "use_muon": _MUON,
-        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars in trace also learning rates",
+        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars's trace also learning rates",
     },
     "exp_avg": {"clip_exp": _ADOPT, "clip_lambda": _ADOPT},
 }
@@ -164,8 +171,9 @@ def refused(
     crossing = tree != target.is_tree
     if megatron := [info.name for info in source.others.values() if _OF_MEGATRON.search(info.name)]:
         text = (
-            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is cut "
-            "into buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
+            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is stored "
+            "in buckets, or with all layers in one tensor, and which Twinshard does not translate. Leave it out "
+            "(--drop '*optimizer.*')"
         )
         return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(source, crossing)]
@@ -184,9 +192,8 @@ def refused(
         words.setdefault(optimizer, {})[word] = None
     problems = [
         f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(words[optimizer]))} of "
-        f"{first_of(names)}), which has no equal in {target.name}"
-        f"{f': {optimizer.reason}' if crossing else ''}. Leave the optimizer's state out (--weights-only)"
-        f"{_without(optimizer, tree)}"
+        f"{first_of(names)}), which has no equivalent in {target.name}{f': {optimizer.reason}' if crossing else ''}. "
+        f"Leave the optimizer's state out (--weights-only){_without(optimizer, tree)}"
         for optimizer, names in weights.items()
     ]
     if crossing and not tree:
@@ -214,7 +221,7 @@ def remarks(
         if tree.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
             yield (
                 "the optimizer has options that torch's Adam, AdamW, RAdam and SGD do not have by default "
-                f"({first_of(shown)}): its state is read as theirs"
+                f"({first_of(shown)}): its state is read as if it belonged to one of these"
             )
         return
     for section, words, meaning in _READ_AS:
@@ -231,7 +238,7 @@ def _without(optimizer: Optimizer, tree: bool) -> str:
     if optimizer.reason != _AMSGRAD:
         return ""
     (word,) = optimizer.words
-    return f", or the maximum alone, to go on as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
+    return f", or leave out only the maximum, to continue as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
 
 
 _Kept = tuple[Optimizer, str, str, str]

@@ -63,9 +63,9 @@ def of_other_shapes(tree: SourceTree, where: str, problems: Problems) -> frozens
     ]
     if names:
         problems.append(
-            f"{where} has moments of other shapes than their weights ({first_of(names)}), as GaLore, NovoGrad and "
-            "Adam-mini keep them, and no rule tells which elements they are of. Leave the optimizer's state out "
-            "(--weights-only)"
+            f"{where} has moments with other shapes than their weights ({first_of(names)}), as GaLore, NovoGrad and "
+            "Adam-mini keep them, and no rule tells which elements the moments belong to. Leave the optimizer's "
+            "state out (--weights-only)"
         )
     return frozenset(names)
 

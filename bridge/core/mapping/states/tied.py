@@ -86,9 +86,9 @@ def one_of_two(
         ]
         if with_state:
             raise MappingError(
-                f"{with_state[0]} is optimizer state of a tied weight: expected none of {', '.join(twice)}, whose "
-                "values another weight has"
-                f"{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
+                f"{with_state[0]} is optimizer state of a tied weight: expected no state of {', '.join(twice)}, whose "
+                "values another weight "
+                f"has{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
             )
     return twice
 

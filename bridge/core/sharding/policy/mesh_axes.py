@@ -25,7 +25,7 @@ def why_refused(names: Iterable[str]) -> str | None:
     for name in names:
         if name.lower() in REFUSED_AXES:
             return (
-                f"axis {name!r} is named for context or pipeline parallelism, which is not built, expected "
+                f"axis {name!r} is named for context or pipeline parallelism, which is not supported; expected "
                 f"data-parallel axes, then model axes ({', '.join(MODEL_AXES)}). Rename the axis (for example to "
                 "'dp') if the axis is data-parallel"
             )

@@ -92,8 +92,8 @@ def entries_of(
                 for other in numbers.setdefault(path, []):
                     if entries[other - 1].axis == entry.axis:
                         raise PolicyError(
-                            f"expected what no other entry cuts over {entry.axis!r}, got {path!r}, which [[parallel]] "
-                            f"{other} cuts"
+                            f"expected parameters that no other entry cuts over {entry.axis!r}, got {path!r}, which "
+                            f"[[parallel]] {other} cuts"
                         )
                 numbers[path].append(number)
     return {path: tuple(entries[number - 1] for number in numbers[path]) for path in known if path in numbers}

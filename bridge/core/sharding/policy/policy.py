@@ -115,7 +115,7 @@ class ShardingPolicy:
                     )
         if "" not in first:
             raise PolicyError(
-                "[[unit]]: expected one for the root, all that no other unit owns, got none; add [[unit]] "
+                "[[unit]]: expected one for the root, which owns all that no other unit owns, got none; add [[unit]] "
                 'match = ""'
             )
 

@@ -31,6 +31,6 @@ def why_not_around(recompute: Recompute, path: str, inside: str) -> str | None:
     if isinstance(recompute, bool):
         return None
     return (
-        f"unit {path!r}: recompute: expected true or false for a unit with units inside of it, since what is kept of "
-        f"those would be kept twice, got {recompute!r} around {inside!r}; give it to the units inside"
+        f"unit {path!r}: recompute: expected true or false for a unit that contains units, since the values kept for "
+        f"the inner units would be kept twice, got {recompute!r} around {inside!r}; set it on the inner units"
     )

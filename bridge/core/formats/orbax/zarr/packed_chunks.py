@@ -108,5 +108,7 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
                 shard.get("index_location", "end") == "start",
             )
     if '"blosc"' in json.dumps(inside):
-        raise ValueError("expected blosc as the last compression of a chunk, got it inside of another")
+        raise ValueError(
+            "expected blosc as the last compression of a chunk, got another compression around blosc"
+        )
     return packed

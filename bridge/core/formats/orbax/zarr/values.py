@@ -136,7 +136,9 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
         status = (item / span.file).stat()
         identity = status.st_dev, status.st_ino, span.start
         if identity in seen:
-            raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
+            raise CheckpointError(
+                f"{what}: expected a B-tree, found two paths to its node {location[:200]!r}"
+            )
         seen.add(identity)
         data = _read(item / span.file, span)
         budget.take(data, len(prefix))
