@@ -151,7 +151,7 @@ def test_one_rank_alone_is_listed_and_never_taken_for_the_whole(ranks: RankGroup
     assert {t.name: t.shape for t in summary.tensors} == {n: a.shape for n, a in expected.items()}
     assert {*summary.unreadable} == {*expected} - {"replicas", "scalar"}
     for selection in (Selection(), Selection(weights_only=True)):
-        with pytest.raises(CheckpointError, match=r"a piece of a DTensor.*give the folder that contains all files"):
+        with pytest.raises(CheckpointError, match=r"a piece of a DTensor.*give the folder with all files"):
             convert(rank_file, tmp_path / "o", to="dcp", selection=selection)
     # Replicas are whole in each file.
     convert(rank_file, tmp_path / "o", to="dcp", selection=Selection(select=("replicas",)))
