@@ -126,9 +126,9 @@ def test_the_note_on_other_chains_says_what_works(tmp_path: Path, chain: str) ->
         (
             ADAM,
             "opt_state/inner_opt_state/0/",
-            r"optax\.adamw inside of inner_opt_state, .* for no optimizer: restore .* put mu, nu and count into",
+            r"optax\.adamw inside inner_opt_state, .* for no optimizer: restore .* put mu, nu and count into",
         ),
-        (ADAM, "opt_state/'a'/inner_state/0/", r"inside of a, "),
+        (ADAM, "opt_state/'a'/inner_state/0/", r"inside a, "),
         (
             (*ADAM, *MOMENTUM),
             "opt_state/0/",

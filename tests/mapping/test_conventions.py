@@ -335,7 +335,9 @@ def test_which_conventions_are_meant_must_be_clear(
 
 def test_an_odd_or_unknown_rotary_axis_is_refused() -> None:
     source = reader("dcp", hf_checkpoint())
-    with pytest.raises(MappingError, match=r"expected an even size for the rotary axis d of mapping llama, got 7"):
+    with pytest.raises(
+        MappingError, match=r"expected an even size for the rotary axis d of mapping llama, got 7"
+    ):
         make_plan(source, "orbax", load_mapping("llama").with_axes({"d": 7}), into="flax")
     with pytest.raises(MappingError, match=r"the size of axis d.* does not follow .* --axis d=SIZE"):
         make_plan(source, "orbax", load_mapping("llama"), into="flax")

@@ -176,7 +176,9 @@ def openai(tmp_path: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_model_in_mxfp4_is_named_and_decoded_if_asked(tmp_path: Path, openai: Arrays) -> None:
-    with pytest.raises(MappingError, match=r"_blocks of .* belongs to quantized weights \(MXFP4\).*--dequantize"):
+    with pytest.raises(
+        MappingError, match=r"_blocks of .* belongs to quantized weights \(MXFP4\).*--dequantize"
+    ):
         convert(tmp_path / "hub", tmp_path / "orbax", mapping="gpt_oss")
     arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "orbax"), "--mapping", "gpt_oss"]
     result = CliRunner().invoke(app, [*arguments, "--dequantize"])

@@ -127,7 +127,7 @@ def test_a_transposed_convolution_may_be_flipped(
 ) -> None:
     proposal = proposed(tmp_path, {f"{name}.weight": weight}, {f"{name}/kernel": kernel})
     assert not proposal.certain
-    assert any("is flipped" in doubt for rule in proposal.rules for doubt in rule.doubts)
+    assert any("flax flips" in doubt for rule in proposal.rules for doubt in rule.doubts)
 
 
 def test_an_order_that_no_name_says_is_not_that_of_the_alphabet(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_weights_that_are_all_one_number_settle_nothing(tmp_path: Path) -> None:
         ("a.ln_1.weight", "a/attention_norm/scale"),
         ("a.ln_2.weight", "a/mlp_norm/scale"),
     ]
-    assert all(any("all the same" in doubt for doubt in rule.doubts) for rule in proposal.rules)
+    assert all(any("are equal" in doubt for doubt in rule.doubts) for rule in proposal.rules)
     assert all(any("by name only" in doubt for doubt in rule.doubts) for rule in proposal.rules)
 
 

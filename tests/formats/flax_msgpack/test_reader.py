@@ -216,7 +216,7 @@ def nested_extensions(count: int) -> bytes:
         (msgpack.packb({"w": msgpack.ExtType(2, msgpack.packb([1]))}), "not a pair of numbers"),
         (msgpack.packb({"w": msgpack.ExtType(1, array().data + b"\0")}), "an array or number ends at byte"),
         (b"\xdf\xff\xff\xff\xff\xa1w\1", "4294967295 values are missing"),
-        (b"\x81\xa1w\xdb\xff\xff\xff\xffx", "a text or bytes of 4294967295 bytes"),
+        (b"\x81\xa1w\xdb\xff\xff\xff\xffx", "text or bytes of length 4294967295"),
         (b"\x81\xa1w\xc7\xff\1x", "truncated"),
         (b"\x81\xa1w" * 100 + b"\1", "nested more than 64 deep"),
         (b"\x81\xa1w" + b"\x91" * 5000 + b"\1", "nested more than 64 deep"),

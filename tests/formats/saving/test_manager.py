@@ -106,7 +106,7 @@ def test_unfinished_steps_and_those_removed_by_hand_are_none(tmp_path: Path) -> 
 
 
 def test_a_directory_without_a_complete_step_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none: expected a complete step, got none: ask latest_step"):
+    with pytest.raises(CheckpointError, match=r"none: expected a complete step, got none: call latest_step"):
         StepManager(tmp_path / "none").require_step()
 
 

@@ -94,7 +94,7 @@ def open_store(url: str) -> tuple[FileSystem, str]:
 
 
 def require_writable(url: str) -> None:
-    """CheckpointError for a URL that can be read only."""
+    """CheckpointError for a URL that is read-only."""
     # A repository of the Hub is never empty, and each file of a checkpoint would be a commit.
     protocol = url.partition("://")[0].lower()
     if protocol in ("http", "https", "hf"):

@@ -40,7 +40,9 @@ from bridge.core.formats.tensors.wrapping import ReadWhenAsked, one_part
 from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
 
-PIECE: Final = "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder with all files"
+PIECE: Final = (
+    "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder with all files"
+)
 _ZERO_3: Final = (
     "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: run "
     "zero_to_fp32.py, which DeepSpeed writes into the same folder, to join them"
