@@ -1,9 +1,9 @@
 """The journal of an unfinished checkpoint: which chunks are safely on disk, so that a killed writer can be resumed.
 
     runs/step_10.tmp-3f9c0a1e/twinshard.journal
-        {"source": "/runs/a", "mapping": "decoder", ...}     what is being written, and from what: the key ["model.w",
-        0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements ["model.w", 1,
-        328867073]
+        {"source": "/runs/a", "mapping": "decoder", ...}     what is being written, and from what: the key
+        ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
+        ["model.w", 1, 328867073]
 
 The directory belongs to one attempt (`WorkingDirectory`). A line is written once its chunk has been synced; a truncated
 last line does not count. The writer locks the journal as long as it lives, so that nobody else resumes or removes the

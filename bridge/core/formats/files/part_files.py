@@ -1,8 +1,8 @@
 """Several writers of one checkpoint, each with its own files: who has which chunks, and how the files are joined.
 
 runs/step_40.tmp-5c0de1f2/              becomes step_40 when all parts are there
-  twinshard.journal                     what is converted from what, into how many parts; locked by the process that
-  commits twinshard.parts/                      removed once step_40 is there
+  twinshard.journal                     what is converted from what, into how many parts; locked by whoever commits
+  twinshard.parts/                      removed once step_40 is there
     plan.json                           all pieces of all parts
     part_1/                             a part that is complete, with its manifest
     part_2.tmp-0b7e99d3/                one that is being written, or whose writer was killed

@@ -4,8 +4,7 @@ A first pass over the member checks its size and CRC-32, and keeps a copy of the
 begins at the last copy before its start.
 
     deflated   |........|......|..........|.......|
-    copies     0        1      2          3              every 4 MiB of inflated data; the distance doubles whenever 64
-    are kept
+    copies     0        1      2          3              every 4 MiB inflated; the distance doubles whenever 64 are kept
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A region is read chunk by chunk:
 
-    raw chunk                         read from the file, only the wanted bytes other chunk inside the region
-    decoded into place; at most 64 MiB of chunks in flight other chunk partly inside         decoded whole and kept
-    until another is needed: the next region often needs it
+    raw chunk                         read from the file, only the wanted bytes
+    other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
+    other chunk partly inside         decoded whole and kept until another is needed: the next region often needs it
 
 Chunks with a CRC-32C are verified: raw chunks by `raw_chunks.py` when first touched, other chunks by tensorstore.
 """

@@ -1,8 +1,8 @@
 """The JSON half of an Orbax item: `_METADATA` says which leaves the tree has; arrays are stored by leaf name.
 
     path ("params", "layers", 0, "scale")      tree path: str = mapping key, int = list position
-    name "params/layers/0/scale"               this package's name for the leaf key  "params.layers.0.scale"
-    Orbax's name for its array in the store
+    name "params/layers/0/scale"               this package's name for the leaf
+    key  "params.layers.0.scale"               Orbax's name for its array in the store
 
 Neither name nor key can be split again (keys may contain "." and "/"), so paths are always taken from `_METADATA`.
 Values that are not arrays are stored in `_METADATA` under custom_metadata["twinshard"], where stock Orbax ignores them:

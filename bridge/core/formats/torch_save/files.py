@@ -14,7 +14,7 @@ from bridge.core.text import first_of
 TRAINING_STATE: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_|(optim|extra_state)_world_size_).*"
 )
-"""Names of what trainers and exporters write beside weights, in files that end as these do."""
+"""Names of other files with the same suffixes that trainers and exporters write next to weights."""
 TORCH_FILES: Final = FileKind(
     (".bin", ".pt", ".pth", ".ckpt"),
     (
@@ -38,7 +38,7 @@ _SAVE_AGAIN: Final = "if you trust the file, load it with PyTorch, and save it a
 def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
     """The members of the file, by name without their folder.
 
-    CheckpointError when this is no zip file of torch.save: what it is is said, where that is known.
+    CheckpointError if this is not a zip file of torch.save; the message says what it is, if known.
     """
     path = files.directory / name
     size = path.stat().st_size
