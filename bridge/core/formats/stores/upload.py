@@ -1,7 +1,7 @@
 """A data file that is uploaded to an object store while it is written: places are filled in any order, full parts sent.
 
     chunks written   |   0   |      1      |  2  |       3        | ...
-    parts            |      1      |      2      |      3      |  ...        part 1 is sent once chunks 0 and 1 are there
+    parts            |      1      |      2      |      3      |  ...        part 1 goes when chunks 0 and 1 are there
 
 Only unsent parts are in memory: a few for each writing thread, since each thread fills consecutive places.
 """
