@@ -186,7 +186,7 @@ def test_a_comparison_of_values_that_no_process_has_is_refused() -> None:
         for moment in ("exp_avg", "exp_avg_sq")
     }
     own |= {f"optimizer.state.{name}.step": np.asarray(1, np.float32) for name in "sz"}
-    with pytest.raises(CheckpointError, match=r"scales of rows that it joins"):
+    with pytest.raises(CheckpointError, match=r"scales of rows that the mapping joins"):
         SavedAs(run_state(MemoryReader("dcp", in_few_bits(own, "float16"))), joined)
 
 

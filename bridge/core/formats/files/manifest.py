@@ -101,10 +101,9 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint:
+    """The contents of a checkpoint; tensors and objects by the names that its reader gives them, files by relative path.
 
-    tensors and objects by the names that its reader gives them, files by relative path. conversion: identifies the
-    conversion in parts that made the checkpoint, if one did.
+    conversion: identifies the conversion in parts that made the checkpoint, if one did.
     """
 
     format: str

@@ -1,4 +1,4 @@
-"""What does not fit, collected: each kind is one sentence, with a count and the first names, however many there are."""
+"""Collects everything that does not fit: each kind is one sentence, with a count and the first names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.core.mapping.one_rule.open_axes import OpenAxes, together
 from bridge.core.text import first_of
 
 NAMES = "\0"
-"""Where the names go in the sentence of `Problems.add`; rules are full of braces."""
+"""The place of the names in the sentence of `Problems.add`; not "{}", since rules are full of braces."""
 
 
 class Problems:
@@ -27,15 +27,15 @@ class Problems:
         return bool(self._kinds or self._open)
 
     def append(self, text: str) -> None:
-        """A problem by itself."""
+        """Add a single problem."""
         self._kinds.setdefault(text, {})
 
     def add(self, text: str, name: str) -> None:
-        """One of a kind: all with an equal ``text`` become one sentence, with their names at `NAMES`."""
+        """Add one of a kind: all problems with equal ``text`` become one sentence, with their names at `NAMES`."""
         self._kinds.setdefault(text, {})[name] = None
 
     def raised(self, error: MappingError) -> None:
-        """A problem that an error tells."""
+        """Add a problem from an error."""
         if isinstance(error, OpenAxes):
             self._open.append(error)
         else:
@@ -55,7 +55,7 @@ def misfit(
     unmatched: Sequence[str],
     unused: Sequence[Rule],
 ) -> str:
-    """What does not fit: of ``count`` tensors those that match no rule, and the rules of ``side`` without a tensor."""
+    """What does not fit: which of ``count`` tensors match no rule, and which rules of ``side`` have no tensor."""
     rules = [rule for rule in mapping.rules if rule.entries(side)]
     if (encoded := quantized(unmatched)) is not None:
         name, encoding, readable = encoded

@@ -1,15 +1,15 @@
-"""What a mapping takes from `config.json`: sizes of axes that the shapes of weights leave open, and which model it is.
+"""What a mapping reads from `config.json`: sizes of axes that the weights' shapes leave open, and the kind of model.
 
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
-    from `config.json` beside it       [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
+    from `config.json` next to it      [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
                                                  r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
                                                  choice = ["1 if kind is a|b", "unclear if kind", "0"]
 
-The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
-or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
-there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
-size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
-models (`table.py`) refuses the others. What the file says of tied embeddings is held against the weights
+The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another
+field or a number, rounded down with "//". With "if", it applies if that field is true or a text; with "if not", if the
+field exists and is false; with "if ... is", if the field is one of these texts. "unclear" ends the search without a
+size. The size counts only if the mapping's [axes] gives none, and the caller's size must be equal. A mapping for
+certain models (`table.py`) refuses others. The file's statement about tied embeddings is compared with the weights
 (`tied.py`).
 """
 
@@ -46,7 +46,7 @@ _SIZE = re.compile(
 def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
     """The table with the sizes from scalars of the checkpoint, for use on a part of it that may lack those scalars.
 
-    Raises MappingError for a scalar that is no size.
+    Raises MappingError for a scalar that is not a size.
     """
     by_path = {"/".join(map(str, info.path)): info for info in reader.tensors.values()}
     stored = {axis: value for axis, value in mapping.axes.items() if isinstance(value, str) and "/" in value}
@@ -60,9 +60,10 @@ def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> Mappin
 
 
 def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
-    """The sizes in the mapping's table of axes, of which some come from scalars of the checkpoint.
+    """The sizes in the mapping's table of axes, some of which come from scalars of the checkpoint.
 
-    Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is no size.
+    Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is not a
+    size.
     """
     sizes: dict[str, int] = {}
     alias: dict[str, str] = {}
@@ -109,10 +110,10 @@ def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: Te
 
 
 def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
-    """The table with the sizes that a `config.json` beside the checkpoint gives, if there is one.
+    """The table with the sizes from a `config.json` next to the checkpoint, if there is one.
 
-    Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes, or when it says
-    that the checkpoint is of another model than the mapping is for.
+    Raises CheckpointError if the file cannot be read, and MappingError if its numbers are not sizes, or if it says that
+    the checkpoint belongs to a model that the mapping does not support.
     """
     wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
     if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
@@ -126,9 +127,9 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
 
 
 def require_model(table: MappingTable, fields: Mapping[str, object], where: str) -> None:
-    """Check that the mapping is for the model with this configuration; ``where`` names it in errors.
+    """Check that the mapping supports the model with this configuration; ``where`` names it in errors.
 
-    Raises MappingError when the configuration says otherwise.
+    Raises MappingError if the configuration says otherwise.
     """
     wrong = mismatch(table.models, fields)
     if wrong is None:
@@ -145,9 +146,9 @@ def require_model(table: MappingTable, fields: Mapping[str, object], where: str)
 
 
 def with_config_fields(table: MappingTable, fields: Mapping[str, object], where: str) -> MappingTable:
-    """The table with what the fields of a configuration give; ``where`` names it in errors.
+    """The table with the sizes from a configuration's fields; ``where`` names it in errors.
 
-    Raises MappingError when the numbers are no sizes, or others than the caller's.
+    Raises MappingError if the numbers are not sizes, or differ from the caller's.
     """
     sizes = {}
     checked = table.asked if not table.any_model else frozenset[str]()
@@ -175,9 +176,9 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str, axis: str) -> int | None:
-    """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails.
+    """The size that a text of [config] gives; None if a field is missing or null, or the condition fails.
 
-    -1 where the text says that the fields do not tell.
+    -1 if the text says that the fields are unclear.
     """
     match = _SIZE.fullmatch(text)
     try:

@@ -1,11 +1,11 @@
-"""Which optimizer keeps a state, and whether its numbers mean the same in torch and in optax.
+"""Which optimizer a state belongs to, and whether its numbers mean the same in torch and in optax.
 
-The names of what is kept for a weight tell the optimizer, as far as names can:
+The names of a weight's state identify the optimizer, as far as names can:
 
     torch    exp_avg, exp_avg_sq, step              Adam, AdamW, RAdam      optax    mu, nu, count
              momentum_buffer                        SGD                              trace
 
-These pairs are equal numbers, so bits are copied. Every other state is refused by the optimizer's name, with the
+These pairs have equal numbers, so bits are copied. Every other state is refused, with the optimizer's name and the
 reason. The formulas are from torch 2.13 and optax 0.2.8. The whole table is in `docs/reference/families.md`.
 """
 
@@ -25,7 +25,7 @@ from bridge.core.text import first_of
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer whose state is not translated. words: names of its own in its state. reason: why it is not."""
+    """An optimizer whose state is not translated. words: distinctive names in its state. reason: why not."""
 
     name: str
     words: frozenset[str]
@@ -67,7 +67,7 @@ TORCH: tuple[Optimizer, ...] = _optimizers(
     ("LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"),
     ("Adafactor", "row_var col_var variance exp_avg_sq_row exp_avg_sq_col", _FACTORED),
 )
-"""By the state's names in torch.optim, for Adafactor also in transformers, and in libraries that are named."""
+"""By the state's names in torch.optim, for Adafactor also in transformers, and in the named libraries."""
 
 OPTAX: tuple[Optimizer, ...] = _optimizers(
     ("optax.amsgrad", "nu_max", _AMSGRAD),
@@ -101,7 +101,7 @@ _ALONE: Mapping[str, Optimizer] = {
     )
     for word in optimizer.words
 }
-"""Optimizers whose state is a part of Adam's."""
+"""Optimizers whose state is a part of Adam's state."""
 
 _READ_AS: tuple[tuple[Section, str, str], ...] = (
     (
@@ -126,7 +126,7 @@ _OTHERWISE: Mapping[Section, Mapping[str, str]] = {
     },
     "exp_avg": {"clip_exp": _ADOPT, "clip_lambda": _ADOPT},
 }
-"""By moment: keys of a group of weights that say that the moment is no equal of optax's, and why."""
+"""By moment: keys of a parameter group that show that the moment differs from optax's, and why."""
 
 _PLAIN = frozenset(
     {"params", "param_names", "name", "step", "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad"}
@@ -134,23 +134,23 @@ _PLAIN = frozenset(
     | {"differentiable"}
 )
 _USUAL = {"maximize": False, "bias_correction": True, "correct_bias": True}
-"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and such that change nothing at this value."""
+"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and keys that have no effect at this value."""
 
 _OWN_DEPTH = 2
-"""Keys before a weight in the state of our own optimizers: ``opt_state/trace/<weight>``."""
+"""Keys before a weight in our own optimizers' state: ``opt_state/trace/<weight>``."""
 
 _OF_MEGATRON = re.compile(
     r"optimizer\.distributed\.|optimizer\.state\.(?:exp_avg|exp_avg_sq|fp32_param|param)\."
 )
-"""Names in Megatron's torch_dist: by buckets, or the key before the weight."""
+"""Names in Megatron's torch_dist: of buckets, or the key before the weight."""
 
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
-"""What optax keeps besides an optimizer's state: sums of gradients, averages. It comes back as it was."""
+"""optax's values other than an optimizer's state: sums of gradients, averages. They are copied unchanged."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Optimizers whose states are not translated. problems: a sentence for each. names: those of their tensors."""
+    """Optimizers whose states are not translated. problems: a sentence for each. names: of their tensors."""
 
     problems: tuple[str, ...]
     names: frozenset[str]
@@ -163,7 +163,7 @@ def refused(
     target: Convention,
     index: NameIndex,
 ) -> Refused:
-    """The states in ``source`` that mean something else in ``target``, or nothing.
+    """The states in ``source`` that mean something else, or nothing, in ``target``.
 
     paths: of the source's objects. index: knows the weights' names.
     """
@@ -210,9 +210,9 @@ def remarks(
     target: Convention,
     kept: Iterable[str],
 ) -> Iterator[str]:
-    """What a translation between torch and optax takes for granted.
+    """The assumptions of a translation between torch and optax.
 
-    paths: of the source's objects. kept: names of tensors that go along under their own names.
+    paths: of the source's objects. kept: names of tensors that are copied under their own names.
     """
     source = tree.convention
     if source.is_tree == target.is_tree:
@@ -242,11 +242,11 @@ def _without(optimizer: Optimizer, tree: bool) -> str:
 
 
 _Kept = tuple[Optimizer, str, str, str]
-"""An optimizer, a word of its state, the weight, and the tensor's or object's name; "" where that is translated."""
+"""An optimizer, a word of its state, the weight, and the tensor's or object's name; "" if it is translated."""
 
 
 def _from_sections(source: SourceTree, crossing: bool) -> Iterator[_Kept]:
-    """The optimizers of states that have the names of translated ones."""
+    """The optimizers of states with the same names as translated states."""
     tree = source.convention.is_tree
     for state in source.states:
         if crossing:
@@ -266,7 +266,7 @@ def _from_tree(others: Iterable[tuple[str, TreePath]], index: NameIndex) -> Iter
         start = next((k for k in range(2, len(keys)) if _knows(index, keys[k:])), None)
         if start is None or not (CARRIED | WORDS_OF_MOMENTS).isdisjoint(keys[:start]):
             continue
-        # A tree of weights may have a root of its own below the word: v_row/params/...
+        # A tree of weights may have its own root below the word: v_row/params/...
         word = next((key for key in keys[1:start] if key in _OPTAX_WORDS), keys[start - 1])
         yield _named(OPTAX, word, "optax"), word, "/".join(keys[start:]), name
 
@@ -278,7 +278,7 @@ def _knows(index: NameIndex, keys: list[str]) -> bool:
 def _from_state_dict(
     others: Iterable[tuple[str, TreePath]], index: NameIndex, objects: Iterable[TreePath]
 ) -> Iterator[_Kept]:
-    """objects: the paths of all objects, among which an optimizer that numbers its weights has groups."""
+    """objects: the paths of all objects, which include the groups of an optimizer that numbers its weights."""
     with_groups = {path[:-3] for path in objects if path[-3:-2] == (_GROUPS,)}
     for name, path in others:
         keys = [str(key) for key in path]
@@ -290,7 +290,7 @@ def _from_state_dict(
         else:
             before, _, word = ".".join(keys).rpartition(".")
             _, _, weight = f".{before}".rpartition(".state.")
-        # Loaders of data and schedulers have a state, too.
+        # Data loaders and schedulers have state, too.
         parts = weight.split(".")
         known = numbered or any(index.knows(".".join(parts[k:])) for k in range(len(parts)))
         if known and f".state.{weight}.{word}" in f".{'.'.join(keys)}" and word not in SECTIONS:
@@ -313,9 +313,9 @@ def _in_groups(paths: Mapping[str, TreePath]) -> Iterator[tuple[str, str]]:
 def _of_groups(
     reader: CheckpointReader, paths: Mapping[str, TreePath], tree: SourceTree, own: bool
 ) -> Iterator[str]:
-    """Problems of groups of weights whose moments are others than those of optax under these names.
+    """Problems of parameter groups whose moments differ from optax's moments with the same names.
 
-    own: the target's state is that of our own optimizers, which have no chain, and keep Muon's as torch does.
+    own: the target's state belongs to our own optimizers, which have no chain, and keep Muon's state as torch does.
     """
     reasons = {
         key: reason
@@ -333,7 +333,7 @@ def _of_groups(
 
 
 def _unusual(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterator[tuple[str, object]]:
-    """The first value of each kind that groups of torch's own optimizers do not have."""
+    """The first value of each kind that does not occur in groups of torch's own optimizers."""
     seen = set()
     for name, key in _in_groups(paths):
         if key in _PLAIN or key in seen:
