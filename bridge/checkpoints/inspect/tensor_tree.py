@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from bridge.core.formats.tensors.base import TensorInfo
 
 _ALIKE = 3
-"""Branches that are one, at least: two are as easily read."""
+"""The fewest branches that are merged: two are as easily read."""
 _TENSOR = object()
 
 
@@ -34,7 +34,7 @@ class Branch:
 
     @property
     def kind(self) -> object:
-        """What branches that are alike have in common."""
+        """The common properties of branches that are alike."""
         own = None if self.tensor is None else (self.tensor.shape, self.tensor.dtype, len(self.tensor.chunks))
         return own, tuple((child.name, child.kind) for child in self.below)
 
@@ -73,7 +73,7 @@ def _branches(children: Mapping[object, object]) -> list[Branch]:
 
 
 def _alike(branches: Sequence[Branch]) -> Iterable[Branch]:
-    """The branches, those with numbers as names that are alike as one, where the first of them is."""
+    """The branches; those that are alike, with numbers as names, are merged at the place of the first."""
     members: dict[object, list[Branch]] = {}
     for position, branch in enumerate(branches):
         head, _, rest = branch.name.partition(".")

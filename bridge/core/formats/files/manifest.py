@@ -101,7 +101,7 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint; tensors and objects by the names that its reader gives them, files by relative path.
+    """The contents of a checkpoint; tensors and objects by their names in its reader, files by relative path.
 
     conversion: identifies the conversion in parts that made the checkpoint, if one did.
     """

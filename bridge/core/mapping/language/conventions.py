@@ -190,9 +190,8 @@ def path_of_scales(path: TreePath) -> TreePath | None:
 
 def tree_places(node: str, before: str, after: str) -> dict[Section, str]:
     """The places of an optax state: ``node`` comes before mu, nu and count; ``before`` between mu and the weight.
-    before:
 
-    with or without the separator before the weight. after: the text after a weight, and after count.
+    before: with or without ``{w}`` itself. after: the text after a weight, and after count.
     """
     middle = before if WEIGHT in before else before + WEIGHT
     places: dict[Section, str] = {s: f"{node}{word}/{middle}{after}" for s, word in WORDS.items()}
