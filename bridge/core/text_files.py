@@ -33,8 +33,7 @@ def read_text(
 ) -> str:
     """The text of a regular file of at most `most` bytes of UTF-8, perhaps with a byte order mark.
 
-    expected: the expected kind of file, for errors. Raises the error that ``error`` makes; OSError if there is no such
-    file.
+    expected: the expected kind of file, for errors. Raises the error that ``error`` makes; OSError for a missing file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     # Not by descriptor: errors about a folder would contain the number in place of the path.

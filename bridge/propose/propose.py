@@ -54,8 +54,7 @@ class Proposal:
     """A mapping as TOML text, and its doubts, which a person should review before using the mapping.
 
     left_a, left_b: weights that no rule names. places: where each side stores its weights and optimizer states. doubts:
-    the number of doubts of all rules and places. A mapping without doubts and without remaining weights involved no
-    guess.
+    the number of doubts of all rules and places. A mapping without doubts and remaining weights needed no guess.
     """
 
     a: Path | str
@@ -356,8 +355,7 @@ class _Matcher:
         return self._take(fit, doubts)
 
     def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
-        """Orders of parts that shapes, values or names imply; a checkpoint's or the alphabet's order implies
-        nothing."""
+        """Orders of parts that shapes, values or names imply; a checkpoint's or alphabetical order implies nothing."""
         every = (fit for order in itertools.permutations(parts) for fit in _fused(whole, order, turned))
         if len({part.shape for part in parts}) == len(parts):
             return list(every)

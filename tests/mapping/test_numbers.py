@@ -117,7 +117,7 @@ def test_numbers_that_do_not_fit_are_named(count: int, experts: int, first: int 
 
 def test_a_block_that_is_not_whole_is_refused() -> None:
     with pytest.raises(
-        MappingError, match=r"found no tensor layers\.6\.w, which the rule needs together with"
+        MappingError, match=r"found no tensor layers\.6\.w, which the rule needs with"
     ):
         translated(BLOCKS, layers(6), "maxtext")
 
@@ -159,7 +159,7 @@ def test_a_tensor_that_a_tree_lacks_is_named_by_its_layer() -> None:
         ("{i} = 2 * {a} + {b}, {b} < 3", "of at most 2.*got 3"),
         ("{i} = 3 * {a} + 2 * {b}, {b} < 1", "of at most 1"),
         ("{i} = 2 * {a} + {a}, {a} < 2", "once"),
-        ("{i} = {a}, {b} < 2", "bounds for these numbers only"),
+        ("{i} = {a}, {b} < 2", "bounds for these only"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(text: str, message: str) -> None:

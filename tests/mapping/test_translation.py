@@ -156,7 +156,7 @@ def test_a_missing_layer_is_named() -> None:
     }
     with pytest.raises(
         MappingError,
-        match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs together with",
+        match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs with",
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 
@@ -183,7 +183,7 @@ def test_half_of_a_fused_tensor_is_named() -> None:
     del arrays["opt_state/mu/layers/2/mlp/up/kernel"]
     with pytest.raises(
         MappingError,
-        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs together with layers/2/mlp/gate",
+        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs with layers/2/mlp/gate",
     ):
         make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
 
@@ -417,7 +417,7 @@ def test_moments_that_some_layers_lack_do_not_make_a_lower_stack(frozen: int) ->
             arrays[f"optimizer.state.layers.{i}.w.{entry}"] = random_bits((3, 4), FLOAT32, 9 + i)
         arrays[f"optimizer.state.layers.{i}.w.step"] = np.asarray(5, np.float32)
     with pytest.raises(
-        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs together with"
+        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs with"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", STACK)
 

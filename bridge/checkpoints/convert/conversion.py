@@ -169,8 +169,7 @@ def require_apart(source: Path | str, destination: Path) -> None:
         raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
     if os.path.lexists(destination) and real_destination in real_source.parents:
         raise CheckpointError(
-            f"{destination} contains the source {source}, and would be replaced: expected a destination that does not "
-            "contain the source"
+            f"{destination} contains the source {source}, and would be replaced: expected a destination that does not"
         )
 
 
@@ -288,7 +287,7 @@ def convert_with(
         return dataclasses.replace(report, destination=str(dst))
     if replace:
         raise CheckpointError(
-            f"{dst} is in an object store, where a checkpoint cannot be replaced atomically: expected no replace "
+            f"{dst} is in an object store, which cannot replace a checkpoint atomically: expected no replace "
             "(--replace)"
         )
     # Sent files would become a part of the source.

@@ -181,8 +181,7 @@ class Copier:
 def lend(tensor: Output, reader: CheckpointReader, chunk: Box, offset: int) -> list[Loan]:
     """The elements of a chunk, lent from the source in parts, so that nothing is copied in memory.
 
-    No part if the chunk must be read: if it is cast or calculated, or the source does not store it as it will be
-    written.
+    No part if the chunk must be read: if it is cast or calculated, or stored differently in the source.
     """
     content = tensor.planned.content
     if tensor.is_cast or not isinstance(content, TensorView) or len(content.blocks) != 1:

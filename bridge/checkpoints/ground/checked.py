@@ -285,8 +285,8 @@ class CheckedReader(WrappingReader):
             raise CheckpointError(
                 f"{self.path}: {problem.where}: {problem.text}. The checkpoint does not match its manifest: use an "
                 "undamaged copy (twinshard verify lists all differences), or convert without verifying "
-                "(--no-verify): the manifest of the new checkpoint will then describe the data as read. The manifest "
-                f"is {self._source}"
+                "(--no-verify): the new checkpoint's manifest will then describe the data as read. The manifest is "
+                f"{self._source}"
             )
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> int | None:

@@ -182,8 +182,8 @@ def _require_no_scales(weight: str, names: Container[str]) -> None:
         _, _, readable = quantized([scales.replace("/", ".")]) or ("", "", False)
         raise CheckpointError(
             f"cast of {weight}, which has scales in {scales}: expected numbers, got quantized values, which mean "
-            f"numbers only together with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out "
-            "of the cast"
+            f"numbers only with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out of the "
+            "cast"
         )
 
 

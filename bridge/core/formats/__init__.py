@@ -120,9 +120,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
         MsgpackReader(where / "checkpoint").close()
         arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = (
-            f"it contains flax's single file, checkpoint: give the path of that file, {where / 'checkpoint'}"
-        )
+        alone = f"it contains flax's file checkpoint: give the path of that file, {where / 'checkpoint'}"
         raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
     names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
@@ -142,9 +140,8 @@ def open_checkpoint(
 
     verify: compare chunks with the format's own checksums (DCP, Orbax, zip files) when they are read. items: the items
     of an Orbax step to read, or the folders of a diffusers pipeline; several are read as one tree, each below its name.
-    Without items, a pipeline is read whole. A step's only item is read, or all of its items if their names say that
-    they form one train state, such as params and opt_state. step: a number, or "latest", if `path` is a directory of
-    steps.
+    Without items, a pipeline is read whole. A step's only item is read, or all items if their names say that they form
+    one train state, such as params and opt_state. step: a number, or "latest", if `path` is a directory of steps.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
@@ -153,7 +150,7 @@ def open_checkpoint(
     if is_url(path):
         if hint := hub_hint(path):
             raise CheckpointError(
-                f"{path} is the address of a web page: expected the address of a checkpoint's files{hint}"
+                f"{path} is a web page's address: expected the address of a checkpoint's files{hint}"
             )
         from bridge.core.formats.stores.listing import StoredReader
 

@@ -455,7 +455,7 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
     with pytest.raises(FileExistsError, match=r"expected nothing at counted://bucket/out, found something"):
         convert(local, "counted://bucket/out")
     with pytest.raises(
-        CheckpointError, match="is in an object store, where a checkpoint cannot be replaced atomically"
+        CheckpointError, match="is in an object store, which cannot replace a checkpoint atomically"
     ):
         convert(local, "counted://bucket/out", replace=True)
     put(store, local, "counted://bucket/source")

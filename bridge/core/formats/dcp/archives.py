@@ -5,8 +5,7 @@ Two archives with chunks of one shape differ in the elements, in their checksum,
     |  data.pkl, byteorder, ...  | crc |  data/0   | crc |  directory ... | crc |  end records |
     |          the same          |     |           |     |     the same   |     |   the same   |
 
-PyTorch writes 0 as the first checksum, and the second checksum after the elements. Archives written here lack the
-second.
+PyTorch writes 0 as the first checksum, and the second one after the elements. Archives written here lack the second.
 """
 
 from __future__ import annotations

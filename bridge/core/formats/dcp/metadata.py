@@ -169,8 +169,7 @@ def _part(data: bytes, what: str) -> _Part:
 
     tensors: dict[str, _Claim] = {}
     objects: dict[str, tuple[TreePath, Extent]] = {}
-    # By the identity of an entry's content, which `entries` keeps alive: `read_pickle` shares it between tensors that
-    # are alike.
+    # By the identity of an entry's content, which `entries` keeps alive: `read_pickle` shares it between equal ones.
     forms: dict[int, _Form] = {}
     nowhere: Mapping[tuple[int, ...] | None, Extent] = {}
     for name, entry in entries.items():
@@ -264,7 +263,7 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
                 objects[name] = extent
     for name in first.keys() & objects.keys():
         raise CheckpointError(
-            f"{what}: {_short(name)} is a tensor on one rank and a different kind of value on another"
+            f"{what}: {_short(name)} is a tensor on one rank and another kind of value on another"
         )
     tensors: dict[str, TensorInfo] = {}
     for name, (part, claim) in first.items():

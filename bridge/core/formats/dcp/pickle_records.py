@@ -41,8 +41,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """An object of class `name` with this pickled state; compared by identity. items: the items that would have been
-    added."""
+    """An object of class `name` with this pickled state; compared by identity. items: what would have been added."""
 
     name: str
     state: object = None

@@ -6,8 +6,7 @@ A process killed half-way leaves the `.tmp-` directory, which `bridge.core.forma
 With `replace`, an existing `runs/step_10` remains unchanged until the commit, which exchanges the two directories
 atomically. Then the old directory, now named `.tmp-`, is removed.
 
-A checkpoint may also be one file. Then the commit moves the file `<payload>` and its manifest out of the working
-directory.
+A checkpoint may also be one file. Then the commit moves the file `<payload>` and its manifest out of the directory.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ class AtomicDirectory(CommitOrAbort):
         if self._payload is None and self.temporary.is_file():
             # The directory replaced a checkpoint in one file: the manifest next to that file must go, too.
             remove(sidecar_of(self.path))
-        # The working directory still exists if one file was moved out of it, or a replaced checkpoint was moved into
-        # it.
+        # The working directory still exists if one file was moved out of it, or a replaced checkpoint into it.
         remove(self.temporary)
 
     def abort(self) -> None:

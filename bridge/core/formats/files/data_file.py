@@ -66,8 +66,7 @@ class DataFile:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a reserved place, or a part of one. OSError when the disk is full, ValueError after `close`.
 
-        Data is written directly if its distance from a multiple of BLOCK is the same in memory and in the file. Other
-        data is copied first.
+        Data is written directly if its offset within a BLOCK is the same in memory and in the file; else it is copied.
         """
         view = memoryview(data)
         if self._descriptor < 0:
@@ -119,8 +118,7 @@ class DataFile:
 
     def _write_blocks(self, offset: int, view: memoryview) -> None:
         source = np.frombuffer(view, np.uint8)
-        # A loan's memory has the same offset within a block as the place in the file, so large chunks are written
-        # without a copy.
+        # A loan's memory has the same offset within a block as the place in the file, so large chunks need no copy.
         if source.ctypes.data % BLOCK == 0:
             self._write_piece(offset, view)
             return

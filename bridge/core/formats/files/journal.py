@@ -6,7 +6,7 @@
         ["model.w", 1, 328867073]
 
 The directory belongs to one attempt (`WorkingDirectory`). A line is written once its chunk has been synced; a truncated
-last line does not count. The writer locks the journal as long as it lives, so that nobody else resumes or removes the
+last line does not count. The writer locks the journal while it lives, so that nobody else resumes or removes the
 directory.
 """
 
@@ -247,8 +247,7 @@ class WorkingDirectory(CommitOrAbort):
         self._require_replaceable(target)
         journal = resume(target, attempt.key) if attempt.resume else None
         if journal is not None and payload is not None and not (journal.directory / payload).exists():
-            # The earlier attempt was killed after the rename: the chunks that the journal names are in the finished
-            # checkpoint.
+            # The earlier attempt was killed after the rename: the journal's chunks are in the finished checkpoint.
             journal.close()
             shutil.rmtree(journal.directory)
             journal = None
@@ -284,8 +283,7 @@ class WorkingDirectory(CommitOrAbort):
     def commit(self) -> None:
         """Make the checkpoint appear, and remove everything that earlier attempts left.
 
-        CheckpointError if files that do not belong to a checkpoint have been added to the checkpoint that is to be
-        replaced.
+        CheckpointError if files that do not belong to a checkpoint have been added to the one to replace.
         """
         try:
             # Checked again: hours may have passed since the first check.

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: checksums of every chunk of every tensor, so that any later change can be noticed.
 
-Every checkpoint that is written here has a manifest, in its directory, or next to it if the checkpoint is a single
-file::
+Every checkpoint that is written here has a manifest, in its directory, or next to it if it is a single file::
 
     step_10/twinshard_manifest.json          weights.safetensors
                                              weights.safetensors.manifest.json
@@ -77,8 +76,7 @@ class ManifestTensor:
 
     @staticmethod
     def of(info: TensorInfo, crcs: Mapping[int, int]) -> ManifestTensor:
-        """For a tensor in memory, not checked again. crcs: checksums of chunks, by number; other chunks are left
-        out."""
+        """For a tensor in memory, not checked again. crcs: checksums of chunks, by number; others are left out."""
         tensor = object.__new__(ManifestTensor)
         put = object.__setattr__
         put(tensor, "dtype", dtype_name(info.dtype))
@@ -221,8 +219,8 @@ def render_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conversion is not None:
         data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
-    # Tensors as text. Thousands of them differ only in names and checksums, and making objects for `json.dumps` takes
-    # four times as long.
+    # Tensors as text. Thousands differ only in names and checksums, and objects for `json.dumps` take four times as
+    # long.
     forms: dict[tuple[object, ...], str] = {}
     entries = []
     for name, tensor in manifest.tensors.items():
@@ -329,8 +327,7 @@ def _with_checksums(like: ManifestTensor, crcs: Mapping[Box, int]) -> ManifestTe
 def _but_checksums(entry: Any) -> bytes | None:
     """Bytes that two entries share only if they differ at most in checksums; None for a malformed entry."""
     try:
-        # These bytes distinguish 1 from 1.0 and true, which keys of a dict would not. In marshal's version 2 they
-        # depend only on values.
+        # Unlike keys of a dict, these bytes distinguish 1, 1.0 and true. In version 2 they depend only on values.
         return marshal.dumps([entry["dtype"], entry["shape"], [chunk[:2] for chunk in entry["chunks"]]], 2)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None

@@ -33,8 +33,7 @@ class Share:
     """What one of several writers writes.
 
     number: the writer's number, from 1. chunks: for each tensor with chunks in this share, by the tensor's name in the
-    writer, the number of the first chunk and of the chunk after the last, in row-major order. Writer 1 writes the
-    objects.
+    writer, the numbers of the first chunk and the one after the last, in row-major order. Writer 1 writes the objects.
     """
 
     number: int

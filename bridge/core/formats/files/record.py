@@ -316,8 +316,7 @@ class ChunkRecord:
                 self.flush()
                 for file in self._files:
                     file.sync()
-                # A power cut loses the bytes of a file that no directory names. Once is enough, as no file is added
-                # later.
+                # A power cut loses the bytes of a file that no directory names. Once is enough: no file comes later.
                 if not self._entries_synced:
                     self._sync_entries()
             except OSError as error:

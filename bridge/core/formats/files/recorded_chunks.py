@@ -127,8 +127,7 @@ class FlatWriter(RecordedChunks, CommitOrAbort):
         *,
         whole: bool,
     ) -> TensorInfo:
-        """A tensor with its chunks. whole: the requested chunk shape has no effect, as a tensor is stored in one
-        piece."""
+        """A tensor with its chunks. whole: the requested chunk shape has no effect, as tensors are in one piece."""
         shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
         wish = None if chunk_shape is None else tuple(chunk_shape)
         like = self._alike.get((shape, dtype, wish))

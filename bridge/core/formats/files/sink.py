@@ -42,8 +42,7 @@ class Sink(Protocol):
     def around(
         self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
     ) -> tuple[bytes, bytes]:
-        """Like `encode`, but only the bytes around the elements. sums: the elements' checksums, at least the
-        CRC-32C."""
+        """Like `encode`, but only the bytes around the elements. sums: the elements' checksums, a CRC-32C at least."""
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         """The elements of the chunk, from bytes read at its place; None if the bytes are not a whole chunk."""

@@ -139,8 +139,7 @@ def _is_position(key: str) -> bool:
 
 OLD_ORBAX: Final = (
     "this is a checkpoint that Orbax or T5X wrote before 2024: a tree in msgpack, and a zarr folder for each array. "
-    "Restore it with orbax.checkpoint.PyTreeCheckpointer (a T5X checkpoint with t5x), and save it with "
-    "StandardCheckpointer"
+    "Restore it with orbax.checkpoint.PyTreeCheckpointer (T5X with t5x), and save it with StandardCheckpointer"
 )
 _ELSEWHERE: Final = "PLACEHOLDER://"
 _SPEC: Final = ("driver", "zarr")

@@ -105,8 +105,7 @@ def read_npy_header(read: Callable[[int, int], bytes], what: str) -> NpyHeader:
 
 def _dtype(descr: str) -> tuple[np.dtype, str | None]:
     order, code = descr[0], descr[1:]
-    # How np.save writes ml_dtypes' types. Only bfloat16 has two bytes; many types have one byte, and cannot be
-    # distinguished.
+    # How np.save writes ml_dtypes' types. Only bfloat16 has two bytes; many types have one, and are indistinguishable.
     if descr == "<V2":
         return np.dtype(ml_dtypes.bfloat16), None
     if code == "f1":

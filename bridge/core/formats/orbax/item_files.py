@@ -49,8 +49,7 @@ HANDLERS: Final = {
 def write_step(root: Path, handlers: str | Mapping[str, str], started: int) -> None:
     """Write the files that make `root` a step, or a checkpoint of one item; the completion mark is written last.
 
-    handlers: the handler of the only item, or each handler by the item's name. started: when, in nanoseconds of the
-    epoch.
+    handlers: the handler of the only item, or handlers by item name. started: when, in nanoseconds of the epoch.
     """
     step = {
         "item_handlers": handlers,
@@ -128,8 +127,7 @@ def render_tree(
     types = dict.fromkeys(paths, "np.ndarray")
     types |= {path: _value_type(key_type) for path, key_type in kinds.items() if path in types} | leaves
     children = _children(types)
-    # A list position without a predecessor (for example, because that is an object) makes stock Orbax fail: such lists
-    # become dicts.
+    # A list position without a predecessor (if that is an object) makes stock Orbax fail: such lists become dicts.
     lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
     texts: dict[TreePath, str] = {(): ""}
     values = {

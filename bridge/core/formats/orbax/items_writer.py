@@ -95,8 +95,7 @@ class _Stores:
 class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
     """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
 
-    CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item gets its own
-    manifest.
+    CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item has a manifest.
     """
 
     format = "orbax"
@@ -194,8 +193,8 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                 with explain(f"{self.path}: cannot finish the array store of {name}"):
                     item.directory.mkdir(exist_ok=True)
                     item.store.finish(self._record.sync)
-                # Kinds that are implied in the whole tree need not be implied in an item, whose root may be the list of
-                # a chain.
+                # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a
+                # chain.
                 implied = implied_kinds(
                     ((name, *path) for path in item.layouts),
                     {(name, *path): value for path, value in item.objects.items()},

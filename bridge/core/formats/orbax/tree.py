@@ -10,9 +10,8 @@ Values that are not arrays are stored in `_METADATA` under custom_metadata["twin
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
 
-A type that JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}. In
-the same place, "positions" gives the paths of leaves in lists that also contain other things: Orbax has only lists of
-leaves.
+A type that JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}.
+There, "positions" gives the paths of leaves in lists that also contain other things: Orbax has only lists of leaves.
 """
 
 from __future__ import annotations
@@ -244,8 +243,7 @@ class Claims:
                 f"{self._what}: expected leaf names of at most {MAX_NAME} characters, got one of {length}: "
                 f"{name[:80]!r}..."
             )
-        # Below a parent of earlier leaves, no position above is new: if a leaf were there, the earlier leaves would
-        # have been refused.
+        # Below a parent of earlier leaves, no position above is new: with a leaf there, those would have been refused.
         new = () if text[:-1] in self._inner else [text[:depth] for depth in range(1, len(text))]
         other = (
             self._names.get(name)

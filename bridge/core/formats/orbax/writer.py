@@ -8,8 +8,7 @@ Stock `CheckpointManager` restores steps that have items, and names an item "def
 `StandardCheckpointer` restores a tree directly under the given path.
 
 Several processes may write one checkpoint, in a directory that all of them see; each chunk is written by one process.
-One process makes an `OrbaxWriter` and tells the others its `temporary` directory, in which each of them makes an
-`OrbaxPart`:
+One process makes an `OrbaxWriter` and tells the others its `temporary` directory, where each makes an `OrbaxPart`:
 
     process 0    OrbaxWriter(path, process=0)           write ...  finish |         | commit(processes=[0, 1])
     process 1    OrbaxPart(path, temporary, process=1)  write ...  finish | barrier |
@@ -161,8 +160,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     become dict keys. Commit refuses a checkpoint without any leaf, as stock Orbax could not read it.
 
     process: this process's number if several write; see the module docstring. item: the directory below `path` for the
-    arrays, none by default; ValueError for a name that cannot name a directory, or for any name in layout v1, which has
-    a fixed one.
+    arrays, none by default; ValueError for a name that cannot name a directory, or for any name in layout v1.
     """
 
     format = "orbax"

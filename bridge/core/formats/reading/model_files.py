@@ -64,8 +64,7 @@ class NumberedFiles:
     """Names that differ only in their numbers, sorted by these numbers.
 
     of_ranks: whether each file has a piece of the same tensors. wrong: names whose number occurs twice, or is larger
-    than the count in the name. num_missing: how many names the numbers imply that are not among the names; missing: the
-    first of them.
+    than the count in the name. num_missing: how many implied names are not among the names; missing: the first of them.
     """
 
     names: tuple[str, ...]
@@ -167,8 +166,7 @@ def _with(name: str, spans: list[tuple[int, int]], texts: list[str]) -> str:
 class ModelFiles:
     """The files of a checkpoint, all in one directory.
 
-    weight_map: from the index; index: its name; None without an index. of_ranks: whether each file has pieces of the
-    tensors.
+    weight_map: from the index; index: its name; None without an index. of_ranks: whether files have pieces of tensors.
     """
 
     directory: Path

@@ -16,8 +16,8 @@ SCAN: Final = 1 << 20
 """Bytes that are read at a time if only a checksum is needed: they fit into the processor's cache."""
 
 _POOLED: Final = 1 << 20
-"""Loans of at least this many bytes reuse buffers: the system clears new memory page by page, which takes longer than
-the read."""
+"""Loans of at least this many bytes reuse buffers: the system clears new memory page by page, which is slower than the
+read."""
 _MAX_BUFFERS: Final = 8
 """The most buffers that are kept."""
 

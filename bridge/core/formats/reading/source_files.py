@@ -178,8 +178,8 @@ class SourceFiles:
         parts: list[bytes] = []
         while start < stop:
             try:
-                # pread has no position that threads share. With a mapped file, SIGBUS would end the process if somebody
-                # shortens the file.
+                # pread has no position that threads share. With a mapped file, SIGBUS ends the process if somebody
+                # shortens it.
                 part = os.pread(file.number, stop - start, start)
             except OSError as error:
                 raise self._failed(name, start, what, error) from error
@@ -304,8 +304,7 @@ class SourceFiles:
     ) -> None:
         file = self.open(name, "")
         try:
-            # One read for neighbours and the bytes between them: a call for each small tensor costs more than its
-            # bytes.
+            # One read for neighbours and the bytes between: a call for each small tensor costs more than its bytes.
             end = start + os.preadv(file.number, vector, start)
         except OSError as error:
             raise self._failed(name, start, "", error) from error

@@ -3,8 +3,7 @@
     | header, data | header, data | ... | directory | [zip64 end, locator] | end | comment |
 
 Members must follow each other: a file whose members overlap claims more data than it has. The header before a member's
-data says where the data begins. It is read only when the data is needed, so listing a file in a store does not fetch
-all headers.
+data says where the data begins. It is read only with the data, so listing a file in a store does not fetch all headers.
 """
 
 from __future__ import annotations

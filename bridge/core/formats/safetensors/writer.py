@@ -235,8 +235,8 @@ class SafetensorsWriter(FlatWriter):
     def _require_undecided(self, name: str) -> None:
         if self._places is not None:
             raise CheckpointError(
-                f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header "
-                "precedes the data"
+                f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header comes "
+                "first"
             )
         self._refuse_repeated(name, self._object_checksums)
 

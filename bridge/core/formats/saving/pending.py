@@ -110,7 +110,7 @@ def settle() -> None:
     """Wait for the save that this process started last.
 
     Raises ``CheckpointError``, with the path and the reason, if that save failed and neither ``wait`` nor an earlier
-    call reported it.
+    call said so.
     """
     if _latest is not None:
         _latest.settle()

@@ -56,8 +56,7 @@ class Parts(Protocol):
 
 def retried(call: Callable[[], Result]) -> Result:
     """The result of a call, which is retried after growing pauses. The last error if all attempts fail."""
-    # Stores sometimes answer with transient errors (throttling, lost connections). The libraries retry only some of
-    # them.
+    # Stores sometimes answer with transient errors (throttling, lost connections). Libraries retry only some.
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()

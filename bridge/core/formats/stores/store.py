@@ -164,8 +164,7 @@ def store_hint(path: str | os.PathLike[str]) -> str:
 def hub_repository(path: str | os.PathLike[str]) -> str | None:
     """The Hub repository that a missing ``path`` may mean.
 
-    `org/name` may be a repository if there is no local folder `org`, and so may the address of its page. None for
-    others.
+    `org/name` may be a repository if there is no local folder `org`, and so may its page's address. Else None.
     """
     text = os.fspath(path)
     if (page := _PAGE.fullmatch(text)) is not None:

@@ -257,8 +257,7 @@ class CheckpointReader(Protocol):
         """
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """Read each of these tensors whole, in row-major order, into memory of its size; the checksums computed
-        meanwhile.
+        """Read each of these tensors whole, in row-major order, into its memory; return the computed checksums.
 
         For small tensors that are one chunk each, stored unchanged in a local file: neighbours are read together.
         Checked as in `read`. None for all other tensors, and if anything is wrong, which `read` then reports; the

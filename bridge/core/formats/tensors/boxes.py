@@ -136,7 +136,7 @@ def _intervals(box: Box) -> tuple[int | tuple[int, int], ...]:
 
 
 MAX_CHUNKS = 1 << 20
-"""The most chunks of a tensor that a writer makes: each is a Box in memory, and a hostile shape may imply any
+"""The most chunks of a tensor that a writer makes: each is a Box in memory, and a hostile shape may claim any
 number."""
 
 

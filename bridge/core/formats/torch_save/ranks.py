@@ -110,9 +110,7 @@ class RanksReader(SingleChunkReader):
             reasons = (rank.unreadable.get(name) for rank in having)
             reason = next((reason for reason in reasons if reason not in (None, PIECE)), None)
             if boxes is None or reason is not None:
-                self._unreadable[name] = (
-                    reason or "a DTensor whose placements do not say which part each rank has"
-                )
+                self._unreadable[name] = reason or "a DTensor whose placements do not say what each rank has"
                 self._tensors[name] = first
                 continue
             placed: dict[Box, TorchSaveReader] = {}

@@ -85,7 +85,7 @@ class Companions:
     def beside(path: Path) -> Companions:
         """The companions of the checkpoint at ``path``, a directory or one file.
 
-        Files next to a single file belong to a model only if a `config.json` is among them: the directory may contain
+        Files next to a single file belong to a model only if one is a `config.json`: the directory may contain
         anything.
         """
         directory = path if path.is_dir() else path.parent
@@ -249,7 +249,7 @@ def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> di
 
 
 def _ranks_without_files(read: Collection[str]) -> dict[str, str]:
-    """Ranks of PyTorch's HuggingFaceStorageWriter without a file, and the rank after the last, which no file
+    """Ranks of PyTorch's HuggingFaceStorageWriter without a file, and the one after the last, which no file
     mentions."""
     ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
     if not ranks:

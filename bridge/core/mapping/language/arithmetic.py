@@ -39,8 +39,7 @@ QUOTIENT = (ast.Div, ast.FloorDiv)
 def names_in(text: str, operators: tuple[type[ast.AST], ...]) -> list[str]:
     """The names and indices, each as often as it occurs.
 
-    ValueError for a text that is too long, or is not arithmetic with these operators; fractions are allowed together
-    with powers.
+    ValueError for a text that is too long, or is not arithmetic with these operators; fractions come with powers.
     """
     tree, atoms = _parsed(text)
     nodes = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, *operators)

@@ -122,8 +122,7 @@ class Expression:
     ) -> dict[str, int]:
         """``known`` plus the axis sizes that follow from ``shape``; undetermined sizes are left out.
 
-        ``alias`` maps axes to the axis whose size they share. Raises MappingError if shape and sizes contradict each
-        other.
+        ``alias`` maps axes to the axis whose size they share. Raises MappingError if shape and sizes disagree.
         """
         if len(shape) != len(self.dims):
             raise MappingError(f"expected {len(self.dims)} axes for {self.text!r}, got shape {tuple(shape)}")

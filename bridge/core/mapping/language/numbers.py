@@ -35,8 +35,7 @@ Size = int | str
 class Numbering:
     """The numbers of one case: ``index`` is the sum of ``digits``, each times its stride, and of ``starts``.
 
-    digits: index and stride, the largest stride first. starts: factor and size. bounds: exclusive upper bounds of
-    digits.
+    digits: index and stride, the largest stride first. starts: factor and size. bounds: of digits, exclusive.
     """
 
     name: str
@@ -114,9 +113,7 @@ class Numbering:
         """Raise MappingError unless the digits of each number are unique."""
         limits, known = self.limits(), set(self.indices)
         if len(known) != len(self.digits) or {index for index, _ in self.bounds} - known:
-            raise MappingError(
-                f"expected each number in {self.text!r} once, and bounds for these numbers only"
-            )
+            raise MappingError(f"expected each number in {self.text!r} once, and bounds for these only")
         for (above, larger), (index, stride) in zip(self.digits, self.digits[1:], strict=False):
             if index not in limits or limits[index] * stride > larger or larger % stride:
                 raise MappingError(

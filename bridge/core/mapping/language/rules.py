@@ -236,8 +236,7 @@ def _parse_rule(
 ) -> Rule:
     """A rule from its table.
 
-    conventions: by name, the convention whose entries it uses if it has none, or "", and the prefix of those entries
-    that it lacks.
+    conventions: by name, the convention whose entries it uses if it has none, or "", and the entries' prefix to drop.
     """
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):

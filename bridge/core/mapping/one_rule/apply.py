@@ -104,8 +104,7 @@ class AppliedRule:
     def _cases(self) -> Iterator[tuple[Rule, dict[str, TensorInfo], dict[str, int]]]:
         """For each case of the rule: its own rule, its tensors, and how many numbers its digits with bounds have.
 
-        Raises MappingError for a tensor that belongs to no case or to several, and OpenAxes for a size that the cases
-        need.
+        Raises MappingError for a tensor of no case or of several, and OpenAxes for a size that the cases need.
         """
         rule, axes, tensors = self.rule, self.axes, self.tensors
         known = dict(axes.sizes)

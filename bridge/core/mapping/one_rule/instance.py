@@ -161,9 +161,7 @@ class Instance:
         missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
         if missing:
             present = next(name for name in self.tensors if self._belongs(name))
-            raise self._error(
-                f"found no tensor {', '.join(missing)}, which the rule needs together with {present}"
-            )
+            raise self._error(f"found no tensor {', '.join(missing)}, which the rule needs with {present}")
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
         infos = [self.tensors[name] for name in names]
         for info in infos:

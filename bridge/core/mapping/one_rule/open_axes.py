@@ -111,8 +111,7 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
 def _settled(error: OpenAxes, known_axes: Sequence[str]) -> set[str]:
     known = set(known_axes)
     while True:
-        # An equation with only one unknown at the start has no solution: a factor is 0, or the unknown multiplies
-        # itself.
+        # An equation with one unknown at the start has no solution: a factor is 0, or the unknown multiplies itself.
         solvable = (equation.unknown for equation in error.equations if len(equation.unknown) > 1)
         solved = {axis for unknown in solvable if len(unknown - known) == 1 for axis in unknown} - known
         if not solved:

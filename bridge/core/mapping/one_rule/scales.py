@@ -12,8 +12,7 @@ Nothing is decoded and re-encoded, which would round. A run that continues from 
 
 If a tensor axis is composite, and the scales have only its slower factors, consecutive elements share a scale: for a
 JAX kernel ``m h d`` with a scale for each (m, h), the scales in torch, ``(h d) m``, have shape ``(h, m)``, one for d
-rows. For ``(gate + up) m`` they have shape ``(2, m)``. If the elements that share a scale are not consecutive, scales
-are repeated.
+rows. For ``(gate + up) m`` they have shape ``(2, m)``. If such elements are not consecutive, scales are repeated.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> Mappin
 def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
     """The sizes in the mapping's table of axes, some of which come from scalars of the checkpoint.
 
-    Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is not a
-    size.
+    Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is no size.
     """
     sizes: dict[str, int] = {}
     alias: dict[str, str] = {}

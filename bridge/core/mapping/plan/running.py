@@ -48,8 +48,7 @@ AnyMapping = str | os.PathLike[str] | MappingTable
 class RunState:
     """The state of a run as a `CheckpointReader`: all tensors' descriptions, and the values that every process has.
 
-    where: names the run in errors. whole: by name, the value of a tensor that this process has completely; None
-    otherwise.
+    where: names the run in errors. whole: by name, the value of a tensor that this process has completely, or None.
     """
 
     format: str

@@ -295,8 +295,7 @@ class _Planner:
         sizes = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items())
         return [
             *problems,
-            f"{config.where} gives {sizes}: if it belongs to another model, give the sizes (--axis AXIS=SIZE "
-            "--any-model)",
+            f"{config.where} gives {sizes}: if it is for another model, give the sizes (--axis AXIS=SIZE --any-model)",
         ]
 
     def _fewer_layers(self, owners: Mapping[str, Rule]) -> Sequence[str]:

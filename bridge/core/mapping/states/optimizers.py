@@ -36,10 +36,7 @@ def _optimizers(*rows: tuple[str, str, str]) -> tuple[Optimizer, ...]:
     return tuple(Optimizer(name, frozenset(words.split()), reason) for name, words, reason in rows)
 
 
-_AMSGRAD = (
-    "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither can be computed from "
-    "the other"
-)
+_AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither implies the other"
 _NO_STEP = "torch counts steps and optax does not, and one adds epsilon inside the root, the other outside"
 _NO_COUNT = "optax.adadelta has no step count, which torch.optim.Adadelta needs"
 _FACTORED = "torch and optax factor a weight along different axes"
@@ -55,7 +52,7 @@ TORCH: tuple[Optimizer, ...] = _optimizers(
     (
         "Adamax",
         "exp_inf",
-        "optax.adamax calls it nu, and no name there distinguishes it from Adam's second moment",
+        "optax.adamax names it nu, like Adam's second moment",
     ),
     ("Adadelta", "acc_delta", _NO_COUNT),
     ("RMSprop", "square_avg grad_avg", f"{_NO_STEP}; optax.rmsprop's trace contains past learning rates"),
@@ -171,9 +168,8 @@ def refused(
     crossing = tree != target.is_tree
     if megatron := [info.name for info in source.others.values() if _OF_MEGATRON.search(info.name)]:
         text = (
-            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is stored "
-            "in buckets, or with all layers in one tensor, and which Twinshard does not translate. Leave it out "
-            "(--drop '*optimizer.*')"
+            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is in "
+            "buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
         )
         return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(source, crossing)]

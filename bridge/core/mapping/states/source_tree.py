@@ -58,8 +58,7 @@ class SourceState:
 class SourceTree:
     """A checkpoint's tensors. ``convention``: has the places where they were found; its states are as in ``states``.
 
-    others: the tensors that belong to no weight, by name in the convention. elsewhere: other possible places of the
-    weights.
+    others: the tensors that belong to no weight, by name in the convention. elsewhere: other possible places.
     """
 
     convention: Convention
@@ -73,8 +72,7 @@ class SourceTree:
 class _Seen:
     """One way to read a tensor's name as a weight's name. before, after: the text around the weight's name.
 
-    node, inner: for an optimizer state, the text before the moment's name, and the text from there to the weight's
-    name.
+    node, inner: for an optimizer state, the text before the moment's name, and from there to the weight's name.
     """
 
     weight: str
@@ -116,8 +114,8 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     only: the convention, if it is known. If no convention fits, the one that finds most is returned, so that an error
     can list the missing tensors.
 
-    Raises MappingError, which begins with the mapping's name, if two conventions fit equally well, or if weights are in
-    two places.
+    Raises MappingError, beginning with the mapping's name, if two conventions fit equally, or weights are in two
+    places.
     """
     tensors = list(tensors)
     names = list(mapping.conventions)
@@ -279,8 +277,8 @@ def _places(
     """The place of the weights, and other possible places.
 
     It is the place where all required rules find a tensor; else the usual place, or the place with the most tensors.
-    For a part of a model, which no rule requires, it is the place with the most tensors: a name of a few letters occurs
-    in many places.
+    For a part of a model, which no rule requires, it is the place with the most tensors: short names occur in many
+    places.
     """
     whole = [prefix for prefix, weights in places.items() if complete(_used(weights, index, mapping), needs)]
     if not any(needs.values()):

@@ -132,8 +132,7 @@ def second_of_two(
 ) -> Iterator[tuple[str, View]]:
     """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does.
 
-    parts: the parts of the model that the source has. every: whether second names of a convention are written by
-    default.
+    parts: the parts of the model that the source has. every: whether second names are written by default.
     """
     source = tree.convention.name
     pairs = [*_pairs(mapping, source)] if mapping.tied == "both" else []

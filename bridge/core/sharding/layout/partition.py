@@ -126,8 +126,7 @@ class _Search:
         return list(dict.fromkeys(tuple(counts for counts, _, _ in split) for split in least))
 
     def _classes(self) -> list[list[int]]:
-        """Kinds by block. With many blocks: those with most elements in tensors longer than two shards, and the
-        rest."""
+        """Kinds by block. Of many blocks, those with most elements in tensors longer than two shards, and the rest."""
         amounts = dict.fromkeys((kind.block for kind in self.kinds), 0)
         if len(amounts) > _MAX_CLASSES:
             for kind, count in zip(self.kinds, self.counts, strict=True):

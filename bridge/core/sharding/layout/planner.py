@@ -46,8 +46,7 @@ def plan_layout(
         max_buffers: >= 1; fewer buffers pad more. All buffers of a group travel in one collective anyway.
         align: elements, >= 1. Every shard of every buffer is a multiple of this number; and so are the start of every
             tensor and every cut of one, unless that would enlarge shards by more than one part in 2000. "auto" is the
-            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than with 1. The layout's ``align``
-            says which.
+            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than with 1; see ``Layout.align``.
 
     Raises:
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,

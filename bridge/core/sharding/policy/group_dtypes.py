@@ -49,8 +49,7 @@ class AskedDtypes:
     """Names of the requested dtypes; None takes the default.
 
     main: float32 leaves float64 unchanged; None: each parameter keeps its given dtype. narrowest: the default of
-    ``compute`` is the narrower of the given dtype and the trained main weights' dtype (PyTorch), else the dtype of
-    main.
+    ``compute`` is the narrower of the given dtype and the trained main weights' dtype (PyTorch), else that of main.
     """
 
     main: str | None

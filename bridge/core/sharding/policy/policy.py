@@ -35,8 +35,8 @@ class ShardingPolicy:
     devices. The names of model axes are in ``mesh_axes``.
     source: the policy's name in errors, such as its file.
     align: the alignment of shards for units without their own, see ``plan_layout``; ``[mesh] align``.
-    prefetch: 1 lets transfers overlap with computation, at the cost of memory for a second unit's weights and
-    gradients; 0 does not.
+    prefetch: 1 overlaps transfers with computation, which needs memory for a second unit's weights and gradients; 0
+    does not.
         None: the runtime's default; ``[mesh] prefetch``.
     parallel: which parameters are cut over model axes.
     axes: the items of ``mesh``; unlike in a mapping, their order matters in comparisons.

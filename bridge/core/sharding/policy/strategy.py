@@ -1,8 +1,7 @@
 """Which of a unit's weights, gradients and optimizer state are sharded over which axes of the data-parallel mesh.
 
 The mesh has one or two axes, outer to inner. A tensor that is sharded over some axes is sharded over the innermost
-ones, so that each rank holds one range of each buffer. A strategy is just the number of these axes for each of the
-three kinds:
+ones, so that each rank holds one range of each buffer. A strategy is the number of these axes for each kind of tensor:
 
     ==================  ==========  =========  ===============  ===========================
     strategy            parameters  gradients  optimizer state  also known as

@@ -83,8 +83,7 @@ class ChunkStore:
         layout = self._layouts[info.name]
         key = self._key(layout, info.chunks[number])
         if not self.placed:
-            # Reserved only now, when this process is known to write the chunk: a place that stays empty would be in the
-            # index.
+            # Reserved only now, when this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
         return self._store.places[key]

@@ -9,8 +9,7 @@
     entry   key, length of the value, and the value itself or its offset in a data file
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/ ("Storage format"). tensorstore itself writes values through
-memory, one transaction at a time; `OcdbtWriter` knows a value's place before its bytes, so the bytes go straight to the
-file.
+memory, one transaction at a time; `OcdbtWriter` knows a value's place first, so bytes go straight to the file.
 
 When reading, tensorstore decodes the nodes. `NodeBudget` first counts how much they claim to contain: a key that shares
 all but one byte with the previous key takes one byte in the node but its full length in memory, so a node of 263 kB

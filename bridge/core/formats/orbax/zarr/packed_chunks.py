@@ -1,7 +1,6 @@
 """Compares the memory that a compressed chunk requests for decoding with the size that the chunk should have.
 
-tensorstore stops zstd, gzip, zlib and bz2 when the chunk is full. Two compressors allocate as much as their first bytes
-say:
+tensorstore stops zstd, gzip, zlib and bz2 when the chunk is full. Two compressors allocate what their first bytes say:
 
     blosc    bytes 4 to 7: the decoded size, up to 2 GiB
     zstd     the window of the frame, up to 2 GiB (RFC 8878, 3.1.1.1)
@@ -109,7 +108,5 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
                 shard.get("index_location", "end") == "start",
             )
     if '"blosc"' in json.dumps(inside):
-        raise ValueError(
-            "expected blosc as the last compression of a chunk, got another compression around blosc"
-        )
+        raise ValueError("expected blosc as the last compression of a chunk, got another one around it")
     return packed

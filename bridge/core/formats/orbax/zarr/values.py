@@ -111,8 +111,7 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     """The place of every value, and the inline values, which have no place.
 
     CheckpointError for a reference that leads out of the item, for a node with two parents (then few nodes can claim
-    any number of keys, and tensorstore would list them all), and for nodes that claim more than their bytes can
-    justify.
+    any number of keys, and tensorstore would list them all), and for nodes that claim more than their bytes allow.
     """
     # One node at a time: tensorstore would access the files itself, and they may be in another store.
     memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
