@@ -53,11 +53,7 @@ class _GroupKey:
 
 
 def groups_of(
-    module: UnitModule,
-    options: UnitOptions,
-    resolved: Resolved,
-    cuts: Cuts,
-    engine: str,
+    module: UnitModule, options: UnitOptions, resolved: Resolved, cuts: Cuts, engine: str
 ) -> tuple[Group, ...]:
     """Flat groups, or logical groups for the pjit engine.
 
@@ -114,12 +110,7 @@ def _flat_group(
 
 
 def _logical_group(
-    module: UnitModule,
-    own: Sequence[int],
-    options: UnitOptions,
-    key: _GroupKey,
-    mesh: Mesh,
-    cuts: Cuts,
+    module: UnitModule, own: Sequence[int], options: UnitOptions, key: _GroupKey, mesh: Mesh, cuts: Cuts
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
     wire, strategy, sizes = key.wire, key.strategy(options), ModelAxes.of(mesh).by_name

@@ -253,10 +253,7 @@ def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
 
 
 def _by_policy(
-    policy: ShardingPolicy,
-    mesh: Mesh | None,
-    paths: Mapping[str, str],
-    patterns: Sequence[str] | None,
+    policy: ShardingPolicy, mesh: Mesh | None, paths: Mapping[str, str], patterns: Sequence[str] | None
 ) -> Resolved:
     if mesh is None:
         mesh = data_parallel_mesh(policy.mesh_sizes(len(jax.devices())))

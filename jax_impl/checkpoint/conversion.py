@@ -188,10 +188,7 @@ def _of_moment(moment: str, tensors: Mapping[str, ShapeDtype]) -> dict[str, Shap
 
 
 def _encoded(
-    plan: ShardingPlan,
-    moment_format: MomentFormat,
-    values: dict[str, Any],
-    count: jax.Array,
+    plan: ShardingPlan, moment_format: MomentFormat, values: dict[str, Any], count: jax.Array
 ) -> tuple[Any, Any]:
     """The two trees of a moment. Consumes ``values``, which have the dtype of the weights."""
     # Muon stores its moments by path.

@@ -121,11 +121,7 @@ def _finite(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, 
         return jnp.stack([jnp.isfinite(shard).all() for shard in shards])[None]
 
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(list(specs),),
-        out_specs=PartitionSpec(mesh.axis_names),
-        check_vma=False,
+        local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
     )(leaves)
 
 

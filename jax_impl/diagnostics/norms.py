@@ -130,10 +130,7 @@ def _on_each_device(
         if norm_type == math.inf:
             # A maximum over devices may lose a NaN; a sum does not.
             nans, last = _reduced(
-                lax.psum,
-                [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes],
-                axes,
-                last,
+                lax.psum, [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes], axes, last
             )
             powers.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
             continue

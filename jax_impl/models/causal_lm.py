@@ -60,12 +60,7 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: CausalLMConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype = jnp.float32,
-        stacked: bool = False,
+        self, config: CausalLMConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, stacked: bool = False
     ) -> None:
         if stacked and len(set(config.windows)) > 1:
             raise ValueError(

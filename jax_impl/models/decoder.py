@@ -190,12 +190,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype = jnp.float32,
-        stacked: bool = False,
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, stacked: bool = False
     ) -> None:
         self.config = config
         self.stacked = stacked

@@ -157,11 +157,7 @@ class _UnitCalls:
     """Catches the calls of submodules that are units, one level deep."""
 
     def __init__(
-        self,
-        units: Mapping[Path, Tree],
-        names: tuple[str, ...],
-        mutable: Sequence[str] | None,
-        sliced: bool,
+        self, units: Mapping[Path, Tree], names: tuple[str, ...], mutable: Sequence[str] | None, sliced: bool
     ) -> None:
         self.units, self.names, self.mutable, self.sliced = units, names, mutable, sliced
         self.root: linen.Module | None = None
