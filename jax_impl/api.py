@@ -151,8 +151,7 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     """Main-weight arrays that hold ``{path: value}``; each device receives only its own shard.
 
     Floating-point values are cast to the dtype of the main weights, rounded to nearest even. Raises ``ValueError`` that
-    names a parameter which is missing, has another shape, or has values that the plan's integer or bool dtype cannot
-    represent.
+    names a parameter that is missing, has another shape, or does not fit the plan's integer or bool dtype.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():

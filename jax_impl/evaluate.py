@@ -7,8 +7,7 @@ backward::
     mean, or (sum, weight)            metrics of the whole batch, as from a training step: "loss", "weight", "aux"
     arrays with its rows first        the same for all rows of the batch, cut over the devices like the batch
 
-With ``mutable=True`` the step also returns variables that the model changes (a decode cache, batch statistics,
-counters).
+With ``mutable=True`` the step also returns variables that the model changes (decode caches, batch statistics).
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ class EvalStep:
         return {"loss": loss.value, **weight, **({"aux": loss.aux} if self._has_aux else {})}
 
     def lower(self, state: TrainState | Buffers, batch: Batch, *shared: Any) -> jax.stages.Lowered:
-        """The program, for compiling ahead of time, costing or reading. Arguments may be shapes; the devices must
-        divide the rows."""
+        """The program, as ``TrainStep.lower``; arguments may be shapes, and the devices must divide the rows."""
         return jax.jit(self).lower(state, batch, *shared)
 
     @cached_property

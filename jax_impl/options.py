@@ -58,8 +58,7 @@ class ShardingOptions(TypedDict, total=False):
     align: in the shard_map engine, every shard is a multiple of this many elements; or "auto". See ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. The root does this only if a
         policy says so; then everything inside runs forward once more. "dots_saveable" or
-        "dots_with_no_batch_dims_saveable", names of ``jax.checkpoint_policies``: the results of such products are
-        saved, too.
+        "dots_with_no_batch_dims_saveable", names of ``jax.checkpoint_policies``: such products are saved, too.
 
     With a policy, only ``units`` and the following options are allowed. ``units`` replaces the policy's own patterns,
     and ``prefetch`` the policy's value:
@@ -312,8 +311,7 @@ def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:
 
 
 def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:
-    """Options by path in the model. All layers of a stack are one module, so they must be units of one kind, or no
-    units."""
+    """Options by path in the model. A stack's layers are one module, so they must be units of one kind, or none."""
     by_path: dict[str, UnitOptions | None] = {}
     first: dict[str, str] = {}
     for dotted, path in paths.items():

@@ -95,8 +95,7 @@ class TrainStep:
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers]:
-        """Loss and gradients of one global batch, without an update; with ``has_aux``, ``(loss, aux)`` and
-        gradients."""
+        """Loss (with ``has_aux``, ``(loss, aux)``) and gradients of one global batch, without an update."""
         loss, gradients, _ = self._run(weights, batch, variables or {}, shared)
         return (loss.value, loss.aux) if self._options.has_aux else loss.value, gradients
 
@@ -322,8 +321,7 @@ def grad_norm(gradients: Buffers) -> jax.Array:
     squares: Any = jnp.float32(0)
     last: Any = ()
     for array in gradients.values():
-        # Collectives run one after another: see forward.hold. At least float32, since squares of float16 gradients
-        # overflow from 256 on.
+        # Collectives run one after another: see forward.hold. At least float32: float16 squares overflow from 256.
         array, last = fence((array, last))
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         last = jnp.sum(wide * wide)

@@ -108,8 +108,7 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
 
 
 def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: object) -> None:
-    """``saved``: the algorithms that a checkpoint records; for keys that other programs saved, only the size is
-    known."""
+    """``saved``: the recorded algorithms; for keys that other programs saved, only the size is known."""
     noted = saved if isinstance(saved, Mapping) else {}
     wrong = [
         f"variables/{path} (expected {impl}, got {noted[path]})"

@@ -75,8 +75,7 @@ class DataParallelMesh:
         return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else None
 
     def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
-        """The spec of an array at ``level`` that is cut along ``dimension``; the axes ``inner`` cut each shard
-        further."""
+        """The spec of an array at ``level`` cut along ``dimension``; the axes ``inner`` cut each shard further."""
         cut = (*self.names[:level], *inner)
         if not cut:
             return PartitionSpec()
@@ -104,8 +103,7 @@ def simulate_devices(count: int) -> None:
       compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
       the previous one, which a test checks on the jaxpr, and on CPU a step waits for its results. Collectives that XLA
-      adds over model axes have one channel each, and their inputs wait for the previous collectives; a test repeats
-      such a step.
+      adds over model axes have one channel each, and their inputs wait for earlier collectives; a test repeats this.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")

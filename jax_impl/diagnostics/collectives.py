@@ -17,8 +17,7 @@ from jax_impl.diagnostics.scheduled import read_collectives
 
 
 class Collective(NamedTuple):
-    """``kind``: JAX's primitive name, such as ``all_gather``, ``reduce_scatter``, ``psum``; ``size``: elements of the
-    full array."""
+    """``kind``: JAX's primitive name, such as ``all_gather`` or ``psum``; ``size``: elements of the full array."""
 
     kind: str
     dtype: str

@@ -39,8 +39,7 @@ def parameter_norms(
 
     Returns numbers (with ``by_layer``, NumPy arrays), computed in float64 and equal in all processes, which must all
     call this. Inside ``jax.jit`` the norms are traced scalars, in float32 unless x64 is on; such a norm overflows or
-    underflows only if its elements do. The cost is one all-reduce (two in float32) for each set of axes over which
-    arrays are cut.
+    underflows only if its elements do. Each set of axes that cut arrays costs one all-reduce (two in float32).
 
     Raises ``ValueError`` for a norm type that is not positive, for an array that does not belong to the plan, and for
     two arrays with one key, as in a whole optimizer state.

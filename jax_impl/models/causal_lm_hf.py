@@ -49,8 +49,7 @@ def _rope(
 
 def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
     """``rotary`` and ``window_rotary``. transformers 5 has a dictionary for each kind of layer; in files of
-    transformers 4, scaling applies to layers without a window. ``of_windows``: theta of layers with a window, by
-    default the same.
+    transformers 4, scaling applies to layers without a window. ``of_windows``: their theta, by default the same.
     """
     theta = keys.take("rope_theta", float, theta)
     of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)

@@ -99,8 +99,7 @@ class Keys:
         return value
 
     def must_be(self, key: str, expected: Any, default: Any = None) -> None:
-        """Refuse any value of ``key`` except ``expected``. default: the value of a missing key, by default
-        ``expected``."""
+        """Refuse any value of ``key`` except ``expected``. default: for a missing key, by default ``expected``."""
         value = self.take(key, type(expected), expected if default is None else default)
         if value != expected:
             raise self.fail(key, f"{expected!r} (the only one supported)", value)

@@ -91,8 +91,7 @@ class Projection(Kernel):
 
 
 class Norm(nnx.Module):
-    """Normalizes over the last axes, which have these sizes, in at least float32; ``CausalLMConfig.norm`` lists the
-    kinds."""
+    """Normalizes over the last axes, of these sizes, in at least float32; kinds as in ``CausalLMConfig.norm``."""
 
     def __init__(self, config: CausalLMConfig, *sizes: int, dtype: jnp.dtype) -> None:
         self.kind = config.norm

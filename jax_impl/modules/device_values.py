@@ -80,8 +80,7 @@ def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
-    """The value of each marked variable after a closed jaxpr, by path; and the variables that ``shard_map`` results
-    depend on.
+    """The value of each marked variable after a closed jaxpr, by path; and the variables that ``shard_map`` reads.
 
     Raises ``ValueError`` for a loop or a choice that contains a collective and that devices may execute differently.
     """

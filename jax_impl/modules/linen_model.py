@@ -177,8 +177,7 @@ class _UnitCalls:
             return run(*args, **kwargs)
         unbound, own = module.unbind()
         stand_in = self._checked(stand_in, own.get("params", {}))
-        # A method that is lifted in place (nn.scan on the method itself) is caught inside the loop and must not loop
-        # again.
+        # A method that is lifted in place (nn.scan on a method) is caught inside the loop and must not loop again.
         method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
         # Inside a lifted function, other collections may be mutable than outside.

@@ -143,8 +143,7 @@ def _entries(
 
 
 def _axis_for(pattern: str, style: str, axes: ModelAxes) -> str:
-    """The model axis to which a style applies: the axis for experts or the other axis; if there is only one, that
-    one."""
+    """The model axis to which a style applies: the axis for experts or the other axis; a single axis in any case."""
     for_experts = [name for name in axes.names if (name.lower() in EXPERT_AXES) == (style == "expert")]
     meant = list(axes.names) if len(axes.names) == 1 else for_experts
     if len(meant) != 1:

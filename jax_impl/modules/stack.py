@@ -71,8 +71,7 @@ _AXIS_ERRORS = ("leading axis", "out of bounds for array of dimension", "inconsi
 
 
 def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
-    """The number of layers of each stack. Raises ``ValueError`` for a path without a module, or for unequal leading
-    sizes."""
+    """The number of layers of each stack. Raises ``ValueError`` for a path without module, or unequal leading sizes."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model)}
     lengths: dict[str, int] = {}
     for path in stacked:
@@ -103,8 +102,7 @@ def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
 
 
 def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, int]:
-    """The number of layers of each module that a pattern like ``layers/*`` treats as a stack and that looks like
-    one."""
+    """The number of layers of each module that patterns like ``layers/*`` treat as a stack and that looks like one."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model) if may_be_unit(module)}
     lengths: dict[str, int] = {}
     for pattern in patterns:
@@ -118,8 +116,7 @@ def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, i
 
 
 def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
-    """A message to replace JAX's ``error`` if a loss scans or maps a unit that is not a stack; None for other
-    errors."""
+    """A message to replace JAX's ``error`` if a loss scans or maps a unit that is no stack; else None."""
     if not any(words in str(error) for words in _AXIS_ERRORS):
         return None
     chosen = [unit for unit in units if unit.path != ROOT]

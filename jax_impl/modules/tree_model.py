@@ -107,8 +107,7 @@ def may_be_unit(module: nnx.Module) -> bool:
 def _node(
     tree: Tree, path: tuple[str | int, ...], of_module: bool
 ) -> nnx.Module | nnx.Param[Any] | Setting | None:
-    """``of_module``: whether the leaf belongs to a callable node, whose numbers are settings, such as a dropout
-    rate."""
+    """``of_module``: whether the leaf belongs to a callable node, whose numbers are settings (a dropout rate)."""
     if tree is None:
         return None
     if isinstance(tree, nnx.Module):

@@ -116,8 +116,7 @@ def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_C
 
 
 def _of_a_loop(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
-    """The origin of the results of a loop or a choice. A quotient inside an iteration belongs to that iteration
-    only."""
+    """The origin of the results of a loop or a choice. A quotient in an iteration belongs only to that iteration."""
     params = equation.params
     if equation.primitive.name == "cond":
         branches = [_outputs(jaxpr_of(branch), operands[1:], refused) for branch in params["branches"]]

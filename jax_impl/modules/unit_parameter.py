@@ -230,8 +230,7 @@ def is_whole_unit(tree: Any) -> bool:
 
 
 def _depth(tree: Any) -> tuple[int, UnitRun] | None:
-    """A unit in ``tree``, and its depth below the root of ``tree``: 0 if ``tree`` is the unit, negative in a part of
-    one."""
+    """A unit in ``tree``, and its depth below the root: 0 if ``tree`` is the unit, negative in a part of one."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
         if is_unit_parameter(leaf):
             key = leaf._origin.place

@@ -40,8 +40,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ModelTree:
-    """A pytree in which a program sees a model: its structure, and the path of each leaf. ``name``: name of the
-    form."""
+    """A pytree in which a program sees a model: its structure, and the path of each leaf. ``name``: of the form."""
 
     name: str
     structure: jax.tree_util.PyTreeDef

@@ -37,8 +37,7 @@ def fit_to_plan(
     """A transformation of the plan's arrays that trains like ``optimizer`` on the unsharded model.
 
     If ``optimizer`` treats each element alike, wherever it is stored, this is ``optimizer`` on the stored arrays; else
-    ``optimizer`` on the model's parameters. The traced programs decide (``chosen_form.py``). ``update`` accepts
-    ``value``, the loss.
+    ``optimizer`` on the model's parameters. ``chosen_form.py`` decides. ``update`` accepts ``value``, the loss.
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
@@ -105,8 +104,7 @@ def _on_parameters(
 
 
 def _plain(state: Any) -> Any:
-    """An optimizer's state at rest, with dictionaries in place of ``nnx.State``; leaves and their order stay the
-    same."""
+    """An optimizer's state at rest, with dictionaries in place of ``nnx.State``; the leaves keep their order."""
 
     def plain(node: Any) -> Any:
         if isinstance(node, nnx.Variable):

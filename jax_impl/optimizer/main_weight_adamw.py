@@ -116,8 +116,7 @@ def main_weight_adamw(
 ) -> MainWeightTransformation:
     """AdamW, or Adam, with the defaults of PyTorch's AdamW.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function from the int32 count of completed steps to a scalar,
         evaluated inside the step. A scalar ``x`` gives the same bits as PyTorch with ``lr=float(x)``; a schedule's own
@@ -240,8 +239,7 @@ def _update_array(
     wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
     new = rows[0].encode(settings.formats[0], m, count)
     if settings.formats[1].scaled:
-        # The largest magnitude of a row that is cut over devices needs a collective, and collectives run one after
-        # another.
+        # The largest magnitude of a row that is cut over devices needs a collective; collectives run in turn.
         v, new = fence((v, new))
     return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
 
@@ -286,8 +284,7 @@ class Constants:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepScalars:
-    """For step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in the weights'
-    dtype."""
+    """Step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in the weights' dtype."""
 
     step_size: Any
     correction: Any
@@ -303,8 +300,7 @@ def adamw_update(
     constants: Constants,
     vector_bytes: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and moments after the step. Arrays have one shape and are float32 or float64; ``g`` has any floating
-    dtype.
+    """Weights and moments after the step. Arrays have one shape, float32 or float64; ``g`` any floating dtype.
 
     ``vector_bytes``: as in ``main_weight_adamw``.
     """

@@ -101,8 +101,7 @@ def main_weight_muon(
 ) -> MainWeightTransformation:
     """Muon with the arguments and defaults of ``torch.optim.Muon``; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     use_muon: whether Muon updates a parameter, given its path ("layers/0/kernel") and its shape and dtype (of one layer
         for a stack). None: all parameters of two dimensions. For more dimensions, True makes matrices of the last two,
@@ -201,8 +200,7 @@ class _Matrices:
         return shape if group.layers is None else shape[1:]
 
     def whole(self, path: str, direction: jax.Array, stack: bool) -> jax.Array:
-        """Place whole matrices on the devices that orthogonalize them. ``stack``: whether there are several
-        matrices."""
+        """Place whole matrices on the devices that orthogonalize them. ``stack``: whether they are several."""
         if self.plan is None:
             return direction
         spec = PartitionSpec()

@@ -84,8 +84,7 @@ def main_weight_sgd(
 ) -> MainWeightTransformation:
     """SGD with the arguments of PyTorch's SGD; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     momentum_dtype: the format of momentum between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 

@@ -185,8 +185,7 @@ class Reader:
         return tuple((name, self._parameter(value)) for name, value in params if name not in left_out)
 
     def _parameter(self, value: Any) -> Any:
-        """Represent an inner program, such as a loop's, by its outputs for its inputs: each trace creates the program
-        again."""
+        """Represent an inner program, such as a loop's, by its outputs for its inputs: each trace creates it again."""
         if isinstance(value, tuple) and any(jaxpr_of(each) is not None for each in value):
             return tuple(map(self._parameter, value))
         jaxpr = jaxpr_of(value)

@@ -66,8 +66,7 @@ class MainWeightTransformation(optax.GradientTransformation):
 
 
 def check_rate(name: str, value: Any, of: str) -> None:
-    """Raise ``TypeError`` unless ``value`` is a number, a schedule or a scalar array; ``ValueError`` for a number below
-    0."""
+    """Raise ``TypeError`` unless ``value`` is a number, schedule or scalar array; ``ValueError`` if below 0."""
     if callable(value):
         return
     if isinstance(value, jax.Array | np.ndarray):
@@ -103,8 +102,7 @@ def check_not_negative(name: str, value: Any, of: str) -> None:
 
 
 def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]:
-    """Return a tuple. Raises ``TypeError`` unless ``values`` are numbers, ``ValueError`` unless there are ``count`` of
-    them."""
+    """Return a tuple. Raises ``TypeError`` for values that are not numbers, ``ValueError`` for another ``count``."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
     listed = tuple(values)

@@ -190,8 +190,7 @@ class ShardingPlan(Viewed):
 
     @cached_property
     def whole_parameters(self) -> tuple[str, ...]:
-        """Parameters that a strategy shards but that every device holds whole, because the pjit engine cannot cut
-        them."""
+        """Parameters that a strategy shards but every device holds whole, as the pjit engine cannot cut them."""
         groups = [group for unit in self.units.values() for group in unit.groups]
         cut = {path for g in groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
         return tuple(
@@ -215,8 +214,7 @@ class ShardingPlan(Viewed):
         return MappingProxyType(arrays)
 
     def sharding(self, key: str) -> NamedSharding:
-        """The sharding of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its
-        path."""
+        """The sharding of the array ``key`` of weights, gradients and moments, or of moments by parameter path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
 
     @property
@@ -242,8 +240,7 @@ class ShardingPlan(Viewed):
         return self.logical[key]
 
     def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
-        """The key of the parameter in ``buffers``: its array's key, or its own path; None if they lack the
-        parameter."""
+        """The key of the parameter in ``buffers``: its array's key, or its own path; None if neither is there."""
         own = self.parameters[path].key
         keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES, path + SCALES)
         return next(
@@ -255,8 +252,7 @@ class ShardingPlan(Viewed):
         return self.stored(key).tensor_shape(path, self.parameters[path].shape)
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
-        """The key of the plan's array to which ``leaf`` at tree path ``path`` corresponds, and the path without that
-        key.
+        """The key of the plan's array that ``leaf`` at tree path ``path`` corresponds to, and the path without it.
 
         None for other leaves. Weights are a dictionary by key, and optimizer states keep these keys. The state of an
         optimizer that gets parameters keeps the model's tree, so there the key is a parameter's path.
@@ -276,8 +272,7 @@ class ShardingPlan(Viewed):
         # The innermost known key: an optimizer may add its own labels outside or inside.
         for i in reversed([i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]):
             key = path[i].key
-            # Skip the unit's part of a parameter's path: the array of the unit "head" may have the same shape as the
-            # parameter "head/bias".
+            # Skip the unit's part of a parameter's path: the array of unit "head" may have the shape of "head/bias".
             within_path = first <= i < last and last - first > 1
             if not within_path and any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
@@ -298,8 +293,7 @@ class ShardingPlan(Viewed):
                 yield from (piece for piece in pieces if not piece.repeated)
 
     def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
-        """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for the boxes of each
-        addressable shard.
+        """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, for boxes of addressable shards.
 
         ``dtype``: values are cast to this dtype, by default the main dtype.
         """

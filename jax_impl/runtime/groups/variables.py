@@ -158,8 +158,7 @@ def _check_row_counts(
 
 
 def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
-    """Raise ``ValueError`` for variables with rule "rows" that do not fit the number of ``rows`` in a call of the
-    loss."""
+    """Raise ``ValueError`` for variables with rule "rows" that do not fit the ``rows`` of a call of the loss."""
     for path in sorted(read):
         info = infos[path]
         if info.rule == "rows" and info.shape[info.rows] % rows:

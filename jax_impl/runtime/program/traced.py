@@ -115,8 +115,7 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Split:
-    """A loop's stacked results with the last pass separate: ``[L - 1, ...]`` and ``[...]``, the first layer if
-    ``reverse``.
+    """A loop's stacked results with the last pass separate: ``[L - 1, ...]`` and ``[...]``, layer 0 if ``reverse``.
 
     XLA would copy a single array, and give it another memory layout than in the loop.
     """
