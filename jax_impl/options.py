@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypedDict
 
 import jax
@@ -33,7 +31,7 @@ from bridge.core.sharding.policy.recompute import SELECTIVE, Recompute, is_recom
 from bridge.core.sharding.policy.strategy import Engine, StrategyName
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
-from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, matches, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.groups.precision import Precision
 from jax_impl.runtime.groups.variables import Rules
@@ -144,36 +142,25 @@ def resolve(
     model: nnx.Module,
     stacks: Mapping[str, int],
     mesh: Mesh | None,
-    policy: ShardingPolicy | str | Path | None,
+    policy: ShardingPolicy | None,
     options: ShardingOptions,
 ) -> Resolved:
     """Resolve the options. Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
     frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
     replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
-    resolved = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
-    return replace(resolved, frozen=frozen, replicated=replicated)
-
-
-def _resolved(
-    model: nnx.Module,
-    paths: Mapping[str, str],
-    mesh: Mesh | None,
-    policy: ShardingPolicy | str | Path | None,
-    options: ShardingOptions,
-    frozen: frozenset[str],
-) -> Resolved:
+    paths = module_paths(model, stacks)
     if policy is None:
         if mesh is None:
             raise ValueError("fully_shard: expected a mesh, or a policy with a mesh, got neither")
-        return _by_keywords(checked_mesh(mesh), model, paths, options)
-    beside = [name for name in options if name not in _BESIDE_A_POLICY]
-    if beside:
-        raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
-    if not isinstance(policy, ShardingPolicy):
-        policy = ShardingPolicy.load(policy)
-    trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
-    _check_main(policy, {path: value.dtype for path, value in trained.items()})
-    return _by_policy(policy, mesh, paths, options.get("units"))
+        resolved = _by_keywords(checked_mesh(mesh), model, paths, options)
+    else:
+        beside = [name for name in options if name not in _BESIDE_A_POLICY]
+        if beside:
+            raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
+        trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
+        _check_main(policy, {path: value.dtype for path, value in trained.items()})
+        resolved = _by_policy(policy, mesh, paths, options.get("units"))
+    return replace(resolved, frozen=frozen, replicated=replicated)
 
 
 def _by_keywords(
@@ -237,18 +224,13 @@ def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
         raise ValueError(f"units: expected each pattern once, got {list(patterns)}")
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        segments = pattern.split("/")
-        matched = [path for path in paths if path and _matches(path.split("."), segments)]
+        matched = [path for path in paths if path and matches(path.replace(".", "/"), pattern)]
         if not matched:
             raise ValueError(
                 f"units: expected patterns of module paths, but {pattern!r} matches none of {_some(paths)}"
             )
         chosen.update(dict.fromkeys(matched))
     return list(chosen)
-
-
-def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
-    return len(path) == len(segments) and all(map(fnmatch.fnmatchcase, path, segments))
 
 
 def _by_policy(

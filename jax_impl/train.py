@@ -116,7 +116,7 @@ class TrainStep:
             weights, opt_state, extra = self._settle(
                 self._updates[lying](state.weights, state.opt_state, gradients, loss.value)
             )
-        return TrainState(weights, opt_state, variables), {**self._metrics(loss), **extra}
+        return TrainState(weights, opt_state, variables), {**loss.metrics(self._options.has_aux), **extra}
 
     def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
         """The program of a whole step, for compiling ahead of time, costing or reading.
@@ -164,14 +164,6 @@ class TrainStep:
         """Whether gradients go to host memory."""
         own = trainable(self._plan, state.weights)
         return self._plan.brings_units and lies_on_host(self._plan, state.opt_state, own)
-
-    def _metrics(self, loss: LossParts) -> Metrics:
-        metrics: Metrics = {"loss": loss.value}
-        if loss.weight is not None:
-            metrics["weight"] = loss.weight
-        if self._options.has_aux:
-            metrics["aux"] = loss.aux
-        return metrics
 
     def _run(
         self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False

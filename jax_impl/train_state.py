@@ -185,10 +185,8 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
     """Place variables as the plan says; raises ``ValueError`` for variables that are not the plan's."""
-    missing, unexpected = (
-        sorted(plan.variables.keys() - variables.keys()),
-        sorted(variables.keys() - plan.variables.keys()),
-    )
+    missing = sorted(plan.variables.keys() - variables.keys())
+    unexpected = sorted(variables.keys() - plan.variables.keys())
     if missing or unexpected:
         raise ValueError(
             f"variables: expected the model's variables that are not parameters, missing {missing[:5]}, unexpected "

@@ -114,7 +114,8 @@ def simulate_devices(count: int) -> None:
         missing = [flag for flag in _SIMULATOR_FLAGS if flag not in flags]
     else:
         ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
-        kept = [flag for flag in flags if not _overrides(ours, flag)]
+        names = {own.split("=")[0] for own in ours}
+        kept = [flag for flag in flags if flag.split("=")[0] not in names]
         os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
         jax.config.update("jax_platforms", "cpu")
     cpu_devices = sum(device.platform == "cpu" for device in jax.devices())
@@ -124,10 +125,6 @@ def simulate_devices(count: int) -> None:
             f"expected JAX to be unused before {count} devices are simulated, but JAX already runs with {cpu_devices} "
             f"CPU devices{without}: call simulate_devices before anything that touches jax.devices()"
         )
-
-
-def _overrides(ours: tuple[str, ...], flag: str) -> bool:
-    return any(flag.split("=")[0] == own.split("=")[0] for own in ours)
 
 
 def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:

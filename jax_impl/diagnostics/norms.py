@@ -103,7 +103,7 @@ def _norms(
     own = local(arrays) if arrays else {}
     norms = {path: own[path] for path in plan.parameters if path in own}
     if by_layer:
-        return {path: norm[0] if _layers(plan, path) is None else norm for path, norm in norms.items()}
+        return {path: norm[0] if plan.layers_of(path) is None else norm for path, norm in norms.items()}
     return {path: _norm_of(norm, norm_type) for path, norm in norms.items()}
 
 
@@ -151,7 +151,7 @@ def _values(
     plan: ShardingPlan, stored: FlatGroup | LogicalArray, array: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
     if not isinstance(stored, FlatGroup):
-        layers = _layers(plan, stored.path)
+        layers = plan.layers_of(stored.path)
         yield stored.path, array.reshape(1 if layers is None else layers, -1)
         return
     layout = stored.layout
@@ -196,7 +196,3 @@ def _axes(stored: FlatGroup | LogicalArray) -> tuple[str, ...]:
     """The mesh axes over which the array is cut."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in stored.spec)
     return tuple(name for names in entries for name in names if name is not None)
-
-
-def _layers(plan: ShardingPlan, path: str) -> int | None:
-    return plan.units[plan.parameters[path].unit].module.layers

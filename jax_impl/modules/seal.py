@@ -255,12 +255,8 @@ def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
         return False
     if primitive in _PASSES | {"select_n"}:
         return True
-    operand, result, rank = (
-        equation.invars[first].aval,
-        equation.outvars[0].aval,
-        max(filter(None, ranks), default=0),
-    )
-    layers = operand.ndim - rank
+    result, rank = equation.outvars[0].aval, max(filter(None, ranks), default=0)
+    layers = equation.invars[first].aval.ndim - rank
     if primitive in ("transpose", "broadcast_in_dim"):
         # The source or the target of a layer's dimensions.
         dimensions = params["permutation" if primitive == "transpose" else "broadcast_dimensions"]
@@ -323,6 +319,12 @@ def jaxpr_of(value: Any) -> Any:
     """The jaxpr in an equation's parameter, closed or not; None for other parameters."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") else None
+
+
+def jaxprs_of(equation: Any) -> list[Any]:
+    """The programs that an equation runs, such as a loop's body or the branches of a choice."""
+    values = ((v if isinstance(v, tuple | list) else (v,)) for v in equation.params.values())
+    return [jaxpr_of(item) for value in values for item in value if jaxpr_of(item) is not None]
 
 
 def _get(sealed: Mapping[Any, Seal], operand: Any) -> Seal | None:

@@ -15,7 +15,6 @@ stack that nothing scans is refused.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.modules.module_tree import ROOT, VARIABLES, UnitModule, joined, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, VARIABLES, UnitModule, joined, matches, parameter_leaves
 from jax_impl.modules.tree_model import may_be_unit
 
 M = TypeVar("M", bound=nnx.Module)
@@ -108,7 +107,7 @@ def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, i
     for pattern in patterns:
         parts = pattern.split("/")
         for end in (i for i, part in enumerate(parts) if i and part == "*"):
-            for path in [path for path in modules if _matches(path.split("/"), parts[:end])]:
+            for path in [path for path in modules if matches(path, "/".join(parts[:end]))]:
                 length = None if _overlaps(path, lengths) else _length_seen(modules[path])
                 if length is not None:
                     lengths[path] = length
@@ -172,7 +171,3 @@ def _overlaps(path: str, others: Collection[str]) -> bool:
     return any(
         path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in others
     )
-
-
-def _matches(path: Sequence[str], parts: Sequence[str]) -> bool:
-    return len(path) == len(parts) and all(map(fnmatch.fnmatchcase, path, parts))

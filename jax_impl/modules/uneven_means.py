@@ -43,12 +43,10 @@ class _Comes(Flag):
 
 
 # With constants as the other operands, these keep a sum a sum, and a quotient a quotient.
-_KEEPS = frozenset(
-    {
-        "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
-        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision", "stop_gradient",
-    }
-)  # fmt: skip
+_KEEPS = frozenset({
+    "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
+    "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision", "stop_gradient",
+})  # fmt: skip
 _POWERS = frozenset({"integer_pow", "pow"})
 _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 

@@ -35,6 +35,10 @@ _MISSING = object()
 _VALUE = jax.tree_util.GetAttrKey("value")
 
 
+def joined(key: Iterable[Any]) -> str:
+    return "/".join(map(str, key))
+
+
 @dataclass(frozen=True, eq=False)
 class UnitRun:
     """``call(run, arrays, witnesses, arguments)`` calls ``run`` with the parameters of the unit at ``path``.
@@ -107,7 +111,7 @@ class UnitParameter:
 
     def _refusal(self) -> str:
         return (
-            f"parameter {'/'.join(map(str, self._origin.place))!r} of unit {self._origin.unit.path!r}: expected a use "
+            f"parameter {joined(self._origin.place)!r} of unit {self._origin.unit.path!r}: expected a use "
             "only inside the unit: call the unit, one of its methods or jax_impl.call_unit(function, unit, ...), use "
             "jax_impl.apply_linen(net, {'params': params}, ...) instead of linen's net.apply, or choose units that "
             "contain everything that is used together"
@@ -182,7 +186,7 @@ def apply_to_leaves(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     for other in parameters[1:]:
         if other._origin.unit is not first._origin.unit or other._origin.place != first._origin.place:
             raise ValueError(
-                f"jax.tree.map of parameter {'/'.join(map(str, other._origin.place))!r} of unit "
+                f"jax.tree.map of parameter {joined(other._origin.place)!r} of unit "
                 f"{other._origin.unit.path!r} and {first._refusal()}; stack layers before fully_shard(stacked=...)"
             )
 
@@ -282,7 +286,7 @@ def _check(parameter: UnitParameter, unit: UnitRun) -> None:
     origin = parameter._origin
     if origin.unit is not unit:
         raise ValueError(
-            f"unit {unit.path!r}: expected its own parameters, got {'/'.join(map(str, origin.place))!r} of unit "
+            f"unit {unit.path!r}: expected its own parameters, got {joined(origin.place)!r} of unit "
             f"{origin.unit.path!r}: choose units that contain both"
         )
     stack = (unit.layers, *origin.shape)
@@ -379,7 +383,7 @@ def _static(node: nnx.Pytree) -> dict[str, Any]:
 
 
 def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Iterable[Any]]) -> str:
-    new, gone = (sorted("/".join(map(str, key)) for key in keys)[:5] for keys in (new, gone))
+    new, gone = (sorted(map(joined, keys))[:5] for keys in (new, gone))
     return (
         f"unit {path!r}: expected the same variables after its call as when it was sharded, got new ones {new}, and "
         f"{gone} are missing: code outside the unit cannot read variables that are sown or created in it. Create the "

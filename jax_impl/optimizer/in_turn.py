@@ -216,16 +216,13 @@ class _Turns:
         env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
-        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
+        # The variables of the shared part that keys use.
+        equations = [equation for own in self.own.values() for equation in own]
+        taken = [v for equation in equations for v in operands(equation.invars)]
+        evaluate(jaxpr, self.shared, env, [*wanted, *taken])
         # The host uses gradients from either memory.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
-
-    def _taken(self) -> list[Any]:
-        """The variables of the shared part that keys use."""
-        return [
-            v for equations in self.own.values() for equation in equations for v in operands(equation.invars)
-        ]
 
 
 # By the number of an array.

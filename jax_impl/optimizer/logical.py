@@ -120,16 +120,15 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
     """The parameters in the arrays, by path; each is cut like its moments."""
     by_path: dict[str, jax.Array] = {}
     last: Any = ()
-    for unit in plan.units.values():
-        for group in unit.groups:
-            if not group.trainable:
-                continue
-            # One gather after another: see forward.hold.
-            arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
-            if plan.engine == "shard_map" and not plan.model_axes.names:
-                arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
-            last = group.logical(arrays)
-            by_path.update(zip(group.paths, last, strict=True))
+    for group in plan.groups:
+        if not group.trainable:
+            continue
+        # One gather after another: see forward.hold.
+        arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
+        if plan.engine == "shard_map" and not plan.model_axes.names:
+            arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
+        last = group.logical(arrays)
+        by_path.update(zip(group.paths, last, strict=True))
     return {
         path: jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, plan.logical[path].spec))
         for path, x in by_path.items()
@@ -139,12 +138,11 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
 def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
     """The plan's arrays for these weights or updates; updates may have a wider dtype than the weights."""
     by_key: Buffers = {}
-    for unit in plan.units.values():
-        for group in unit.groups:
-            if group.trainable:
-                leaves = [parameters[path] for path in group.paths]
-                dtype = jnp.result_type(*leaves)
-                arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
-                by_key.update(zip(group.stored, arrays, strict=True))
+    for group in plan.groups:
+        if group.trainable:
+            leaves = [parameters[path] for path in group.paths]
+            dtype = jnp.result_type(*leaves)
+            arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
+            by_key.update(zip(group.stored, arrays, strict=True))
     # Without the constraint, XLA may leave the flat arrays whole.
     return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in by_key.items()}

@@ -164,22 +164,18 @@ def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransfo
         ]
         return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
-    def apply(gradients: Any, state: AdamWState, weights: Any) -> tuple[Any, AdamWState]:
-        return _apply(settings, arrays, gradients, state, weights)
-
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Other formats treat each element alike, wherever it is stored.
         scaled = any(moment_format.scaled for moment_format in settings.formats)
         return _transformation(settings, PlanMoments(plan)) if scaled else own
 
-    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        fields: dict[str, Any] = dict(formats)
-        return _transformation(replace(settings, **fields), arrays)
+    def with_formats(formats: Mapping[str, Any]) -> MainWeightTransformation:
+        return _transformation(replace(settings, **formats), arrays)
 
     formats = {"mu": settings.mu, "nu": settings.nu}
     own = MainWeightTransformation(
         init,
-        apply,
+        partial(_apply, settings, arrays),
         settings.learning_rate,
         on_plan,
         formats,
@@ -202,9 +198,7 @@ def _apply(
 ) -> tuple[Any, AdamWState]:
     check_weights(weights, _NAME)
     count = state.count + 1
-    rate: Any = settings.learning_rate
-    if callable(rate):
-        rate = rate_after(rate, state.count, _NAME)
+    rate = rate_after(settings.learning_rate, state.count, _NAME)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}

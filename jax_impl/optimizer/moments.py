@@ -165,12 +165,8 @@ def _column_turns(columns: int) -> np.ndarray:
 
 
 VALUES = ""
-
-
 # The arrays of one weight array's moment, by suffix of their keys.
 Parts = Mapping[str, jax.Array]
-
-
 Compute = Callable[[Any, Any, Any], Any]
 
 

@@ -149,9 +149,11 @@ def _at(path: Any) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def rate_after(schedule: optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
-    """The learning rate after ``done`` steps; a number if the schedule does not depend on ``done``."""
-    rate = schedule(done)
+def rate_after(given: float | optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
+    """The learning rate after ``done`` steps; a number if ``given`` is one or does not depend on ``done``."""
+    if not callable(given):
+        return given
+    rate = given(done)
     if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
         raise ValueError(
             f"{of}: expected a schedule that returns a scalar, got {type(rate).__name__}"

@@ -147,16 +147,21 @@ class ShardingPlan(Viewed):
     def model_axes(self) -> ModelAxes:
         return ModelAxes.of(self.mesh)
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all units, in the order of the units."""
+        return [group for unit in self.units.values() for group in unit.groups]
+
     @cached_property
     def arrays(self) -> Mapping[str, Stored]:
         """Every array of a train state's weights."""
-        groups = [group for unit in self.units.values() for group in unit.groups]
-        return MappingProxyType({key: stored for group in groups for key, stored in group.stored.items()})
+        stored = (group.stored.items() for group in self.groups)
+        return MappingProxyType({key: array for items in stored for key, array in items})
 
     @cached_property
     def row_arrays(self) -> Mapping[str, Stored]:
         """Arrays of an optimizer's state if moments have one scale per row (``row_arrays.py``)."""
-        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
+        groups = [group for group in self.groups if group.trainable]
         scales = {
             path + SCALES: scales_of(self.logical[path])
             for group in groups
@@ -170,8 +175,7 @@ class ShardingPlan(Viewed):
     @cached_property
     def trainable(self) -> frozenset[str]:
         """Keys of the arrays that have gradients and moments."""
-        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
-        return frozenset(key for group in groups for key in group.stored)
+        return frozenset(key for group in self.groups if group.trainable for key in group.stored)
 
     @cached_property
     def parameters(self) -> Mapping[str, ParamInfo]:
@@ -191,8 +195,7 @@ class ShardingPlan(Viewed):
     @cached_property
     def whole_parameters(self) -> tuple[str, ...]:
         """Parameters that a strategy shards but every device holds whole, as the pjit engine cannot cut them."""
-        groups = [group for unit in self.units.values() for group in unit.groups]
-        cut = {path for g in groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
+        cut = {path for g in self.groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
         return tuple(
             path
             for path, info in self.parameters.items()
@@ -202,16 +205,17 @@ class ShardingPlan(Viewed):
     @cached_property
     def logical(self) -> Mapping[str, LogicalArray]:
         """By path, how the moments are sharded for an optimizer that gets parameters (``optimizer/logical.py``)."""
-        arrays = {}
-        for unit in self.units.values():
-            for group in unit.groups:
-                for path in group.paths if group.trainable else ():
-                    shape = self.parameters[path].shape
-                    cuts, sizes = group.cuts_of(path), self.model_axes.by_name
-                    arrays[path] = logical_array(
-                        path, shape, group.wire, group.strategy, group.layers, cuts, sizes
-                    )
+        arrays, sizes = {}, self.model_axes.by_name
+        for group in self.groups:
+            wire, strategy, layers = group.wire, group.strategy, group.layers
+            for path in group.paths if group.trainable else ():
+                shape, cuts = self.parameters[path].shape, group.cuts_of(path)
+                arrays[path] = logical_array(path, shape, wire, strategy, layers, cuts, sizes)
         return MappingProxyType(arrays)
+
+    def layers_of(self, path: str) -> int | None:
+        """The number of layers of a parameter's stack, or None."""
+        return self.units[self.parameters[path].unit].module.layers
 
     def sharding(self, key: str) -> NamedSharding:
         """The sharding of the array ``key`` of weights, gradients and moments, or of moments by parameter path."""

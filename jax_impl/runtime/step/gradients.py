@@ -255,10 +255,8 @@ def _pjit(
         sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
         # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again.
-        variables = {
-            path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
-            for path, value in variables.items()
-        }
+        lying = {path: plan.variable_sharding(path) for path in variables}
+        variables = lax.with_sharding_constraint(variables, lying)
         return *divisors.divide(loss, finish(plan, gradients)), variables
 
     return whole
