@@ -116,9 +116,7 @@ def test_numbers_that_do_not_fit_are_named(count: int, experts: int, first: int 
 
 
 def test_a_block_that_is_not_whole_is_refused() -> None:
-    with pytest.raises(
-        MappingError, match=r"found no tensor layers\.6\.w, which the rule needs with"
-    ):
+    with pytest.raises(MappingError, match=r"found no tensor layers\.6\.w, which the rule needs with"):
         translated(BLOCKS, layers(6), "maxtext")
 
 
