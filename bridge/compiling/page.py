@@ -70,7 +70,7 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     return render(
         "plan.html",
         title=f"Plan: {first.model.name}",
-        lead=f"{first.model.numel:,} parameters; {_workloads(comparison)} a device and step. "
+        lead=f"{first.model.numel:,} parameters; {_workloads(comparison)} per device and step. "
         "Planned from shapes alone.",
         answers=list(_comparison_answers(comparison)),
         sections=[

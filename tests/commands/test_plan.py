@@ -93,7 +93,7 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     assert result.exit_code == 1, result.stderr
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("unknown "))
     assert row[1] == "fsdp.toml"
-    assert "1 batch of any size and shape a device and step" in result.stdout
+    assert "1 batch of any size and shape per device and step" in result.stdout
     assert "--batch and --length change nothing" in result.stdout
     assert "tokens" not in result.stdout
     assert "8 devices: unknown whether fsdp.toml fit" in result.stdout

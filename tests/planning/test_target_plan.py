@@ -241,7 +241,7 @@ def test_a_users_own_model_with_its_loss_and_batch(
         assert row["time"]["rate"]["dollars"] == pytest.approx(8 * 2 / 3600 / rate * 1e6)
     without = call("fsdp", *arguments, "--loss", "target_net:loss", "--price", 2)
     assert without.exit_code == 2
-    assert "--price: expected --tokens N with it" in without.stderr
+    assert "--price: expected --tokens N, per device and microbatch, with --price" in without.stderr
     rest = document["plans"][0]["at_rest"]
     assert rest["main_weights"] <= rows[0]["held"]["weights"] <= rest["main_weights"] + rest["padding"]
     refused = call("fsdp", *arguments, "--loss", "target_net:mean_of_masked")

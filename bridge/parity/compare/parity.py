@@ -1,4 +1,4 @@
-"""``parity``: bring a PyTorch model and a JAX model, and be told where they first part."""
+"""``parity``: compare a PyTorch model and a JAX model, and find where they first diverge."""
 
 from __future__ import annotations
 

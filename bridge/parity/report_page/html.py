@@ -92,7 +92,7 @@ def page(report: ParityReport) -> str:
 
 
 def _sections(report: ParityReport) -> Iterator[tuple[str, str]]:
-    yield "first", "Where the two first part"
+    yield "first", "Where the two first diverge"
     yield "modules", "Modules"
     yield "depth", "Errors over depth"
     if report.rows:

@@ -132,8 +132,8 @@ class ParityReport:
         of = "buffers" if first.kind == BUFFER else "weights"
         words = {
             "weights": f"The {of} differ: {where}",
-            "forward": f"The models first part in {where} ({first.kind}), in forward",
-            "backward": f"The models first part in {where} ({first.kind}), in backward",
+            "forward": f"The models first diverge in {where} ({first.kind}), in forward",
+            "backward": f"The models first diverge in {where} ({first.kind}), in backward",
             "precision": f"The models part in {where} ({first.kind}), in the precision of {self.dtype}",
             "buffers": f"The buffers after the forward differ: {where}",
             "loss": "The models' outputs are the same, the losses differ",

@@ -90,7 +90,7 @@ def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
 
 def policy_file(finding: Finding, model: str) -> str | None:
     """The content of a policy file that fits, the first of the ways where the given one does not; None without one."""
-    where = f"{model} on {finding.devices} devices, {finding.workload} a device and step"
+    where = f"{model} on {finding.devices} devices, {finding.workload} per device and step"
     if finding.fits:
         return f"# {finding.policy.source}: {where}\n{finding.policy.to_toml()}"
     if not finding.ways:

@@ -246,7 +246,7 @@ def test_the_command_compares_traces(tmp_path: Path, traces: Path) -> None:
     assert done.exit_code == 0, done.output
     done = run(traces / "eps", traces / "torch", "--mapping", traces / "small.toml")
     assert done.exit_code == 1
-    assert "The models first part in norm" in done.stdout
+    assert "The models first diverge in norm" in done.stdout
     done = run(*both)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "expected --mapping" in done.stderr
