@@ -1,4 +1,4 @@
-"""Sharded training state in JAX: flat uneven buffers on data-parallel mesh axes, or logical arrays; and model axes.
+"""Sharded training state in JAX: flat uneven buffers or logical arrays on data-parallel mesh axes, and model axes.
 
 A flax nnx model, a linen module's parameters or any pytree goes in; pure functions over a pytree of arrays come out::
 
@@ -16,7 +16,7 @@ from importlib import import_module
 try:
     import_module("jax")
 except ModuleNotFoundError as error:
-    # Anything else that is missing is a damaged installation, which the extra would not mend.
+    # If another module is missing, the installation is damaged, and the extra would not repair it.
     if error.name != "jax":
         raise
     raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
@@ -41,6 +41,7 @@ from jax_impl.diagnostics.collectives import count_collectives, count_compiled_c
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
 from jax_impl.diagnostics.nonfinite import NonFinite, find_nonfinite
 from jax_impl.diagnostics.norms import parameter_norms
+from jax_impl.diagnostics.visualize import visualize
 from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.initialize import init_sharded
 from jax_impl.modules.linen_model import apply_linen
@@ -114,5 +115,6 @@ __all__ = [
     "stack_layers",
     "unshard",
     "variable_leaves",
+    "visualize",
     "watch_nonfinite_outputs",
 ]

@@ -1,4 +1,4 @@
-"""``fully_shard``: from a flax nnx model, or a pytree, to a plan and its main weights; and back."""
+"""``fully_shard`` turns a flax nnx model or a pytree into a plan and main weights; ``unshard`` turns them back."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def fully_shard(
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
 ) -> tuple[ShardingPlan, Buffers]:
-    """Shard ``model`` over a mesh: the plan, and the main weights in it.
+    """Shard ``model`` over a mesh; return the plan and the main weights.
 
-    ``mesh``: one or two data-parallel axes, and then at most two model axes, over which the parameters are cut that the
+    ``mesh``: one or two data-parallel axes, then at most two model axes. The model axes cut the parameters that the
     model's annotations, the policy or ``parallel=`` name (``modules/partitioning.py``).
 
-    ``model``: an nnx module, or a pytree of parameters, in which a loss then finds units as what ``call_unit`` takes;
-    it is read, not changed. ``policy``: a ``ShardingPolicy``, or a file or shipped name of one; it gives the mesh where
-    none is given. Without one the keywords say what is wanted, see ``ShardingOptions``.
+    ``model``: an nnx module, or a pytree of parameters, whose units a loss then calls by ``call_unit``; the model is
+    read, not changed. ``policy``: a ``ShardingPolicy``, a policy file or the name of a shipped policy; it gives the
+    mesh if ``mesh`` is None. Without a policy the keywords say how to shard, see ``ShardingOptions``.
 
-    Raises ``TypeError`` for unknown keywords, and for ``frozen`` and ``replicated`` of another type; ``ValueError`` for
+    Raises ``TypeError`` for unknown keywords, and for ``frozen`` and ``replicated`` of a wrong type; ``ValueError`` for
     contradicting options, a mesh that does not fit, a pattern that matches nothing, tied weights in different units,
-    and trainable parameters that are not floating point or have 8 bits.
+    and trainable parameters that are not floating point or have only 8 bits.
 
-    Warns with ``RuntimeWarning`` of parameters with sharding annotations (``nnx.with_partitioning``, linen's
-    ``nn.Partitioned``) that name no model axis, and so have no effect.
+    Warns with ``RuntimeWarning`` if parameters have sharding annotations (``nnx.with_partitioning``, linen's
+    ``nn.Partitioned``) that name no model axis and therefore have no effect.
     """
     model = as_module(model)
     plan = replace(plan_sharding(model, mesh, policy, **options), given_variables=variable_leaves(model))
@@ -132,9 +132,9 @@ def _warn_of_whole_parameters(plan: ShardingPlan) -> None:
     share = sum(sizes[path] for path in plan.whole_parameters) / max(1, sum(sizes.values()))
     if share > _SHARE_TO_WARN_OF:
         warn_caller(
-            f"pjit engine: no dimension of {len(plan.whole_parameters)} of {len(sizes)} parameters, {share:.0%} of the "
-            f"elements, divides by the number of shards, so they are whole everywhere: {plan.whole_parameters[:5]}, "
-            'see plan.whole_parameters; engine="shard_map" shards any shape',
+            f"pjit engine: {len(plan.whole_parameters)} of {len(sizes)} parameters ({share:.0%} of the elements) have "
+            "no dimension that the number of shards divides, so every device holds them whole: "
+            f'{plan.whole_parameters[:5]}, see plan.whole_parameters; engine="shard_map" shards any shape',
             RuntimeWarning,
         )
 
@@ -148,10 +148,11 @@ def _check_granularities(units: Iterable[UnitOptions], known: set[str]) -> None:
 
 
 def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Buffers:
-    """Main-weight arrays holding ``{path: value}``; each device receives its own shard only.
+    """Main-weight arrays that hold ``{path: value}``; each device receives only its own shard.
 
-    Floating-point values are cast to the dtype of the main weights, to nearest even. Raises ``ValueError`` naming a
-    parameter that is missing, has another shape, or has values that the plan's integers or bools do not.
+    Floating-point values are cast to the dtype of the main weights, rounded to nearest even. Raises ``ValueError`` that
+    names a parameter which is missing, has another shape, or has values that the plan's integer or bool dtype cannot
+    represent.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
@@ -159,11 +160,12 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
             shape = f"shape {parameters[path].shape}" if path in parameters else "none"
             raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {shape}")
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
-            raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
+            raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding takes shapes")
         values[path] = np.asarray(parameters[path])
         if is_integer(info.dtype) and not np.array_equal(values[path], values[path].astype(info.dtype)):
             raise ValueError(
-                f"parameter {path!r}: expected values that {info.dtype} has, got {values[path].dtype} with others"
+                f"parameter {path!r}: expected values that {info.dtype} can represent, got {values[path].dtype} "
+                "values that it cannot"
             )
 
     def read(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
@@ -175,8 +177,9 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
 def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.Array]:
     """``{path: value}``, whole and replicated on every device, from arrays such as ``state.weights``.
 
-    Gradients and moments have no frozen parameters, and so the result has none. Of a train state: its weights, and what
-    else the model has (batch statistics, random streams), which ``plan.merge`` takes apart again.
+    Gradients and moments contain no frozen parameters, so the result contains none. For a train state the result
+    contains its weights and the model's other variables (batch statistics, random streams); ``plan.merge`` accepts both
+    together.
     """
     check_context()
     if isinstance(buffers, TrainState):
@@ -185,8 +188,8 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     for unit in plan.units.values():
         for group in unit.groups:
             if all(key in buffers for key in group.stored):
-                # One group at a time: see forward.hold. Each is a program of its own,
-                # so that waiting for one puts its collectives before those of the next.
+                # One group at a time: see forward.hold. Each group is gathered by a separate program, so that waiting
+                # for one puts its collectives before the collectives of the next.
                 arrays = tuple(buffers[key] for key in group.stored)
                 leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
                 whole.update(zip(group.paths, leaves, strict=True))

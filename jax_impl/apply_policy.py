@@ -1,4 +1,4 @@
-"""A policy that shards JAX models: the mesh it asks for, and its units."""
+"""A policy that shards JAX models, with the mesh and the units that it names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
 class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
-    """A policy that shards JAX models; what a policy says is in ``bridge.core.sharding.policy.policy``."""
+    """A policy that shards JAX models; ``bridge.core.sharding.policy.policy`` describes the fields of a policy."""
 
     def apply(
         self, model: nnx.Module | Tree, *, mesh: Mesh | None = None, **options: Unpack[ShardingOptions]
     ) -> tuple[ShardingPlan, Buffers]:
-        """``fully_shard(model, mesh, self, **options)``: the sharding plan, and the main weights in it.
+        """``fully_shard(model, mesh, self, **options)``: the sharding plan and the main weights.
 
-        mesh: of this policy's axes; None: made over all devices of JAX. options: those that ``ShardingOptions`` allows
-            with a policy. ``model`` is not changed.
+        mesh: has this policy's axes; None: a mesh over all devices of JAX. options: the options that
+            ``ShardingOptions`` allows with a policy. ``model`` is not changed.
         """
         return fully_shard(model, mesh, self, **options)

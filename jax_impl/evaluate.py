@@ -1,12 +1,14 @@
-"""A step that only goes forward: losses of a whole data set, logits, samples, from weights that stay sharded.
+"""A forward-only step: losses of a whole data set, logits or samples, from weights that stay sharded.
 
-Each unit's weights are gathered for its call and dropped after it, as in training, and nothing is kept for a backward::
+As in training, each unit's weights are gathered for its call and dropped after the call; nothing is kept for a
+backward::
 
     fn returns                        the step returns
-    mean, or (sum, weight)            metrics of the whole batch, as a training step has them: "loss", "weight", "aux"
-    arrays with its rows first        the same of all rows of the batch, cut over the devices as the batch is
+    mean, or (sum, weight)            metrics of the whole batch, as from a training step: "loss", "weight", "aux"
+    arrays with its rows first        the same for all rows of the batch, cut over the devices like the batch
 
-What the model changes (a decode cache, batch statistics, counters) comes back with ``mutable=True``.
+With ``mutable=True`` the step also returns variables that the model changes (a decode cache, batch statistics,
+counters).
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ from jax_impl.runtime.step.losses import (
 from jax_impl.train import settle
 from jax_impl.train_state import Batch, TrainState, check_state, pad_batch, place_shared, shard_batch
 
-# Of a batch: its loss, or what it has for each row; and the variables after it.
+# The result for a batch: its loss, or its values for each row; and the variables after the batch.
 Evaluated = tuple[LossParts | None, Any, Variables]
 
 
 class _NoRowsError(ValueError):
-    """Results are neither a loss nor rows; ``shapes``: theirs, by key path."""
+    """The results are neither a loss nor rows. ``shapes``: the shapes of the results, by key path."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], rows: str) -> None:
         self.shapes = shapes
         super().__init__(
-            f"fn: expected a loss (a scalar, or (sum, weight)), or arrays with the {rows} that it got as first "
-            f"dimension, got shapes {shapes}: statistics of the batch go with a loss with has_aux=True"
+            f"fn: expected a loss (a scalar, or (sum, weight)), or arrays whose first dimension is the {rows} of its "
+            f"input, got shapes {shapes}: return statistics of the batch with a loss and has_aux=True"
         )
 
 
@@ -78,7 +80,7 @@ class EvalStep:
     ) -> None:
         self._plan, self._fn = plan, fn
         self._has_aux, self._equal_parts, self._mutable = has_aux, equal_parts, mutable
-        # Whether it is a loss, by the shapes of what was checked.
+        # Whether the result is a loss, by the shapes of the checked inputs.
         self._checked: dict[Any, bool] = {}
 
     def __call__(self, state: TrainState | Buffers, batch: Batch, *shared: Any) -> Any:
@@ -96,13 +98,13 @@ class EvalStep:
             self._checked[traced] = program.out_info[0] is not None
         if self._mutable and rows != real:
             raise ValueError(
-                f"batch: expected a multiple of {self._plan.data_ranks} rows for mutable=True, got {real}: rows that "
-                "fill the batch up would change the state; pad_batch fills it up where that is meant"
+                f"batch: expected a multiple of {self._plan.data_ranks} rows for mutable=True, got {real}: padding "
+                "rows would change the state; pad with pad_batch if you want that"
             )
         if self._checked[traced] and rows != real:
             raise ValueError(
-                f"batch: expected a multiple of {self._plan.data_ranks} rows for a loss, got {real}: fill the batch "
-                "by pad_batch, and let the loss return (sum, weight) of the rows that count"
+                f"batch: expected a multiple of {self._plan.data_ranks} rows for a loss, got {real}: pad the batch "
+                "with pad_batch, and let the loss return (sum, weight) of the real rows"
             )
         loss, by_row, changed = settle(self._plan, self._program(*arguments))
         returned = self._returned(loss, by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row))
@@ -117,7 +119,8 @@ class EvalStep:
         return {"loss": loss.value, **weight, **({"aux": loss.aux} if self._has_aux else {})}
 
     def lower(self, state: TrainState | Buffers, batch: Batch, *shared: Any) -> jax.stages.Lowered:
-        """The program, to be compiled ahead, costed or read. ``state`` and the rest may be shapes; rows must divide."""
+        """The program, for compiling ahead of time, costing or reading. Arguments may be shapes; the devices must
+        divide the rows."""
         return jax.jit(self).lower(state, batch, *shared)
 
     @cached_property
@@ -140,13 +143,13 @@ class EvalStep:
                 plan.variable_specs if self._mutable else PartitionSpec(),
             ),
             axis_names=set(plan.axes.names),
-            # As in training: no reduction happens that is not written, so nothing is summed twice.
+            # As in training: JAX adds no implicit reduction, so nothing is summed twice.
             check_vma=False,
         )
 
         def placed(*arguments: Any) -> Evaluated:
             loss, by_row, changed = local(*arguments)
-            # What is automatic on model axes would lie as the compiler likes.
+            # On model axes the compiler would choose the sharding of the results.
             whole = lax.with_sharding_constraint(loss, plan.replicated)
             return whole, self._in_rows(by_row), self._as_at_rest(changed)
 
@@ -232,29 +235,29 @@ class EvalStep:
         if self._mutable is None and changed:
             raise ValueError(
                 f"fn: expected a model that changes none of its variables, got one that changes {changed[:5]} "
-                f"({plan.variables[changed[0]].cls.__name__}): say make_eval_step(..., mutable=True), which returns "
-                "(result, state), or mutable=False, which drops the changes; model.eval() in fn leaves batch "
-                "statistics as they are"
+                f"({plan.variables[changed[0]].cls.__name__}): use make_eval_step(..., mutable=True), which returns "
+                "(result, state), or mutable=False, which drops the changes; model.eval() in fn keeps batch "
+                "statistics unchanged"
             )
 
     def _check_results(self, arguments: tuple[Any, ...]) -> None:
-        """Raises ``ValueError`` for results whose first dimension has the size of the rows, but does not count them."""
+        """Raises ``ValueError`` for results whose first dimension equals the number of rows only by chance."""
         weights, batch, *rest = arguments
         try:
             if self._plan.data_ranks > 1:
                 jax.eval_shape(self._program, weights, twice_as_many(batch), *rest)
         except _NoRowsError as error:
-            # With these rows a first dimension has their number by chance.
-            raise _NoRowsError(error.shapes, "rows (whatever their number)") from None
+            # For this batch, a first dimension equals the number of rows by chance.
+            raise _NoRowsError(error.shapes, "rows (any number of them)") from None
         except Exception:
-            # For just so many rows, as a decode cache.
+            # The function works only for this number of rows, like a decode cache.
             return
 
     def _filled(self, batch: Batch) -> tuple[int, Batch, int]:
         """Rows after padding, the padded batch, and rows before."""
         sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if len(sizes) != 1 or () in sizes or (0,) in sizes:
-            # shard_batch refuses it in words.
+            # shard_batch refuses this with an error message.
             return 0, batch, 0
         ((real,),) = sizes
         if real % self._plan.data_ranks == 0:
@@ -279,11 +282,13 @@ def make_eval_step(
     equal_parts: bool = False,
     mutable: bool | None = None,
 ) -> EvalStep:
-    """``evaluate(state, batch, *shared)``: ``fn(model, rows, *shared)`` on all rows, forward only, nothing donated.
+    """``evaluate(state, batch, *shared)`` runs ``fn(model, rows, *shared)`` on all rows, forward only, donating
+    nothing.
 
-    ``fn`` returns a loss as for ``make_train_step``, and ``evaluate`` the metrics of the batch; or a pytree of arrays
-    that have its rows as first dimension (logits ``[rows, T, V]``, samples, caches), and ``evaluate`` returns those of
-    the whole batch. Then any number of rows will do: missing ones are filled up and cut off again::
+    If ``fn`` returns a loss as for ``make_train_step``, ``evaluate`` returns the metrics of the batch. If ``fn``
+    returns a pytree of arrays with its rows as first dimension (logits ``[rows, T, V]``, samples, caches), ``evaluate``
+    returns these arrays for the whole batch. Then any number of rows works: ``evaluate`` pads the batch and cuts the
+    padding off the result::
 
         validate = make_eval_step(plan, loss)
         metrics = validate(state, rows)                              # {"loss": ...}
@@ -291,23 +296,23 @@ def make_eval_step(
         for _ in range(20):                                          # greedy, one token a call
             tokens = jnp.concatenate([tokens, logits(state, tokens).argmax(-1)[:, None]], axis=1)
 
-    A loop may also be inside ``fn`` (``lax.fori_loop``), where each pass gathers each unit's weights anew.
+    ``fn`` may also contain a loop (``lax.fori_loop``); each iteration gathers each unit's weights again.
 
-    ``mutable=True``: ``evaluate`` returns ``(result, state)``, where the state has the variables that the model
-    changed. So a decode cache of flax works token by token, each device with the rows of its part of the batch::
+    ``mutable=True``: ``evaluate`` returns ``(result, state)``, and the new state has the variables that the model
+    changed. So a decode cache of flax works token by token; each device keeps the cache of its own rows::
 
         decode = make_eval_step(plan, lambda model, token: model(token)[:, -1], mutable=True)
         for _ in range(20):                                          # nnx.MultiHeadAttention(decode=True), init_cache
             logits, state = decode(state, token)
             token = logits.argmax(-1)[:, None]
 
-    ``mutable=False`` drops changes; by default a model that changes variables is refused.
+    ``mutable=False`` drops the changes; by default a model that changes variables is refused.
 
     state: a train state, or weights by key for a model without other variables. Random streams differ by device, as in
-        training, and start where the state has them: only with ``mutable=True`` does the next call draw other numbers.
-        ``model.eval()`` in ``fn`` turns dropout off. shared: arrays and numbers that every device has whole.
+        training, and start from the state's streams: the next call draws other numbers only with ``mutable=True``.
+        ``model.eval()`` in ``fn`` turns dropout off. shared: arrays and numbers that every device holds whole.
 
-    Raises ``ValueError`` in the first call for what is refused in training, for outputs that are neither a loss nor
+    The first call raises ``ValueError`` for everything that training refuses, for outputs that are neither a loss nor
     rows, for a loss over rows that the number of devices does not divide, and for changed variables as above.
     """
     return EvalStep(plan, fn, has_aux, equal_parts, mutable)

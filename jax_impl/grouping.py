@@ -1,5 +1,4 @@
-"""A unit's parameters into groups: by trainability and dtype, by how they are gathered, and by the model axes that cut
-them."""
+"""Split a unit's parameters into groups by trainability, dtype, gather format, and the model axes that cut them."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from jax_impl.runtime.groups.precision import is_integer
 
 @dataclass(frozen=True)
 class _GroupKey:
-    """What the parameters of one group have in common, but for the model axes that cut them.
+    """The common properties of a group's parameters, except the model axes that cut them.
 
-    ``replicated``: whether all devices have them whole, whatever the unit's strategy.
+    ``replicated``: whether all devices hold them whole, whatever the unit's strategy is.
     """
 
     trainable: bool
@@ -42,7 +41,7 @@ class _GroupKey:
         return strategy_named("no_shard") if self.replicated else options.strategy
 
     def words(self, several: bool) -> list[str]:
-        """Of the group's name; ``several``: whether trainable parameters of the unit have several main dtypes."""
+        """Words for the group's name. ``several``: whether the unit's trainable parameters have several main dtypes."""
         wire = self.wire
         named = wire.main != np.float32 and (several or not self.trainable)
         return [
@@ -60,11 +59,11 @@ def groups_of(
     cuts: Cuts,
     engine: str,
 ) -> tuple[Group, ...]:
-    """Flat groups, or logical ones for the pjit engine.
+    """Flat groups, or logical groups for the pjit engine.
 
-    Raises ``ValueError`` for parameters that are neither real numbers nor bools, trainable ones that are not floating
-    point, have 8 bits or no main weights in ``main_dtype``, and a ``gather_dtype`` with main weights that are not
-    float32.
+    Raises ``ValueError`` for parameters that are neither real numbers nor bools; for trainable parameters that are not
+    floating point, have 8 bits, or cannot have main weights in ``main_dtype``; and for a ``gather_dtype`` with main
+    weights that are not float32.
     """
     model = ModelAxes.of(resolved.mesh)
     groups: list[Group] = []
@@ -135,9 +134,9 @@ def _logical_group(
 
 
 def _numbers_by_key(module: UnitModule, resolved: Resolved) -> dict[_GroupKey, list[int]]:
-    """The numbers of a unit's parameters by group: trainable ones of each dtype, then frozen ones of each.
+    """The indices of a unit's parameters by group: trainable parameters by dtype, then frozen parameters by dtype.
 
-    Of each, what is gathered as float8 comes first, and what is replicated last.
+    Within a dtype, parameters that are gathered as float8 come first, and replicated parameters come last.
     """
     precision = resolved.precision
     by_key: dict[_GroupKey, list[int]] = {}
@@ -170,13 +169,13 @@ def _check_dtype(path: str, dtype: np.dtype) -> None:
 def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
     if is_integer(dtype):
         raise ValueError(
-            f"parameter {path!r}: expected a floating dtype for a parameter that is trained, got {dtype}: freeze it "
-            f"(frozen=[{path!r}]), which keeps it as it is"
+            f"parameter {path!r}: expected a floating dtype for a trainable parameter, got {dtype}: freeze the "
+            f"parameter (frozen=[{path!r}]), which keeps its value"
         )
     if jnp.finfo(dtype).bits < 16:
         raise ValueError(
-            f"parameter {path!r}: expected 16 bits or more for a parameter that is trained, got {dtype}: freeze it "
-            f"(frozen=[{path!r}]), which keeps it as it is, or give it as float32"
+            f"parameter {path!r}: expected 16 bits or more for a trainable parameter, got {dtype}: freeze the "
+            f"parameter (frozen=[{path!r}]), which keeps its value, or pass it as float32"
         )
     if wanted not in ("float32", None) and (wanted == "float64") != (dtype == np.float64):
         raise ValueError(

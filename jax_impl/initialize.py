@@ -1,4 +1,4 @@
-"""Weights that are born sharded: each device makes a model's initial values itself, and keeps its own rows.
+"""Initialize weights sharded: each device computes a model's initial values itself and keeps its own rows.
 
 ::
 
@@ -6,9 +6,9 @@
                                    | own rows           | own rows
     at rest                    [shard of "layers/0"] [shard of "layers/1"]
 
-Nothing is sent, and nothing whole comes to the host or stays on a device. While a unit's parameters are made they are
-whole, where XLA does not compute the wanted rows alone; of a stack all layers are. The pjit engine lets XLA compute
-each device's part.
+There is no communication, and no whole array is copied to the host or stays on a device. While a unit's parameters are
+computed they are whole, unless XLA computes only the needed rows; for a stack, all layers are whole. In the pjit
+engine, XLA computes only each device's part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def init_sharded(
     policy: ShardingPolicy | str | Path | None = None,
     **options: Unpack[ShardingOptions],
 ) -> tuple[ShardingPlan, Buffers, Variables]:
-    """``fully_shard(make(), ...)`` for a model that no device or host can hold: plan, main weights, other variables.
+    """``fully_shard(make(), ...)`` for a model too large for one device or host: plan, main weights, other variables.
 
     ::
 
@@ -54,20 +54,20 @@ def init_sharded(
         plan, weights, _ = init_sharded(lambda: net.init(key, rows)["params"], mesh, units=["Block_*"])
         state = init_state(plan, weights, optimizer, variables)
 
-    make: gives an nnx model or a pytree of parameters, by operations of JAX that can be traced; what it looks up
-        elsewhere (a file, an array of NumPy) becomes a constant of the program, whole on each device.
+    make: returns an nnx model or a pytree of parameters, computed by traceable JAX operations. Values from elsewhere (a
+        file, a NumPy array) become constants of the program, whole on each device.
 
-    Values are those of ``make()`` without ``jit``, of flax's initializers bit for bit on devices of
-    ``simulate_devices``. Where a compiler drops barriers (CPUs without it), and of divisions by a number, the last bit
-    may be another. Values do not depend on the mesh.
+    The values equal those of ``make()`` without ``jit``; with flax's initializers they are equal bit for bit on devices
+    of ``simulate_devices``. The last bit may differ if the compiler drops barriers (CPUs without ``simulate_devices``),
+    and after divisions by a number. The values do not depend on the mesh.
 
     Raises ``ValueError`` as ``fully_shard`` does.
     """
 
     def made() -> nnx.Module:
-        # Annotated variables would be constrained as they are made, on a mesh that need not be there.
+        # With eager sharding, flax would constrain annotated variables on a mesh that may not exist.
         with nnx.use_eager_sharding(False):
-            # As a module, which may hold what is no array.
+            # Convert to a module, which may contain values that are not arrays.
             return as_module(make())
 
     shapes = nnx.eval_shape(made)
@@ -88,13 +88,13 @@ def _check_no_tracers(model: nnx.Module) -> None:
     for key, value in nnx.iter_graph(model):
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain array of JAX, which "
-                "flax does not hand out of the traced make(): make it by NumPy, or use fully_shard"
+                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain JAX array, which flax "
+                "does not return from the traced make(): create the array with NumPy, or use fully_shard"
             )
 
 
 def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
-    """A program closes over them, so each process has its own copy, on no device in particular."""
+    """A program closes over the constants, so each process has its own copy, which is bound to no device."""
     root = plan.units[ROOT]
     local = {
         joined(constant): np.asarray(values[joined(constant)].addressable_data(0))
@@ -107,9 +107,9 @@ def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
 
 
 def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The same results as without ``jit``, in a program: XLA may not put two operations together.
+    """A program with the same results as without ``jit``: XLA may not fuse two operations.
 
-    It would multiply the constants of ``truncated_normal(key) * sqrt(2) * stddev`` first, and so change the last bits.
+    XLA would first multiply the constants of ``truncated_normal(key) * sqrt(2) * stddev``, which changes the last bits.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)()
 
@@ -117,7 +117,7 @@ def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
         known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
         def value(operand: Any) -> Any:
-            # A known divisor would become a product with its inverse, whose last bit may be another.
+            # XLA would turn division by a known divisor into multiplication by its inverse, whose last bit may differ.
             return (
                 fence(jnp.asarray(operand.val, operand.aval.dtype))
                 if hasattr(operand, "val")
@@ -155,7 +155,7 @@ def _on_shards(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) 
         for unit in plan.units.values():
             for group in unit.groups:
                 assert isinstance(group, FlatGroup)
-                # One unit after another, so that parameters of one are whole at a time.
+                # One unit after another, so that only one unit's parameters are whole at a time.
                 leaves, last = fence(([parameters[path] for path in group.paths], last))
                 last = _own(group, group.at_rest([leaf.astype(group.dtype) for leaf in leaves])[0])
                 weights[group.key] = last

@@ -1,4 +1,4 @@
-"""What is asked of a sharded model, by keywords or by a policy, resolved to options of each unit."""
+"""Resolve keywords or a policy into the options of each unit."""
 
 from __future__ import annotations
 
@@ -42,46 +42,47 @@ from jax_impl.runtime.groups.variables import Rules
 class ShardingOptions(TypedDict, total=False):
     """Keywords of ``fully_shard`` and ``plan_sharding``.
 
-    strategy: see ``bridge.core.sharding.policy.strategy``; default "optim_grads_params", which on two axes is HSDP.
-    placements: the strategy spelled out for each mesh axis, instead of its name.
-    units: patterns of module paths, part by part ("layers/*"); each matching module becomes a unit, and the root owns
-        what is left. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``, ``Block_*``, ...;
-        the rule is in ``modules/repeated_blocks.py``). ``[]`` makes the root the only unit.
+    strategy: see ``bridge.core.sharding.policy.strategy``; default "optim_grads_params", which is HSDP on two axes.
+    placements: the strategy spelled out for each mesh axis, instead of a strategy name.
+    units: patterns of module paths, matched part by part ("layers/*"). Each matching module becomes a unit, and the
+        root owns the rest. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``,
+        ``Block_*``, ...; ``modules/repeated_blocks.py`` has the rule). ``[]`` makes the root the only unit.
     param_dtype, reduce_dtype, grad_dtype: "bfloat16", ``jnp.bfloat16``; see ``Precision``.
-    main_dtype: of trainable weights at rest. Default: "float32", which leaves float64 parameters as they are.
-        "bfloat16" and "float16" are for all, given ones are rounded once, when they are sharded; "float64" they must be
-        given in; None keeps each one's own.
-    gather_dtype: "mxfp8" or "float8_e4m3fn": matrices and stacks of them are quantized to be gathered; see
+    main_dtype: the dtype of trainable weights at rest. Default: "float32", which keeps float64 parameters as float64.
+        "bfloat16" and "float16" apply to all weights, which are rounded once, when they are sharded. "float64" needs a
+        float64 model. None keeps each parameter's own dtype.
+    gather_dtype: "mxfp8" or "float8_e4m3fn": matrices and stacks of matrices are quantized for the gather; see
         ``Precision``.
-    granularity: one for all parameters, or by parameter path, such as ``{"layers/0/mlp/up/kernel": "block(32)"}``,
-        where paths left out have rows. ``rows``: of "block". See ``plan_layout``.
-    align: elements of which every shard of the shard_map engine is a multiple, or "auto"; see ``plan_layout``.
-    recompute: units save only their inputs, and backward computes their activations again. Not the root, which does so
-        only where a policy says it; then all that is inside runs forward once more. A name of
-        ``jax.checkpoint_policies``, "dots_saveable" or "dots_with_no_batch_dims_saveable": the results of such products
-        are saved, too.
+    granularity: one value for all parameters, or values by parameter path, such as ``{"layers/0/mlp/up/kernel":
+        "block(32)"}``; other paths then use rows. ``rows``: the rows of a "block". See ``plan_layout``.
+    align: in the shard_map engine, every shard is a multiple of this many elements; or "auto". See ``plan_layout``.
+    recompute: units save only their inputs, and backward computes their activations again. The root does this only if a
+        policy says so; then everything inside runs forward once more. "dots_saveable" or
+        "dots_with_no_batch_dims_saveable", names of ``jax.checkpoint_policies``: the results of such products are
+        saved, too.
 
-    With a policy, only ``units`` and these may be given; ``units`` take the place of the policy's own patterns, and
-    ``prefetch`` of the policy's:
+    With a policy, only ``units`` and the following options are allowed. ``units`` replaces the policy's own patterns,
+    and ``prefetch`` the policy's value:
 
     stacked: paths of modules whose parameters have a leading axis over equal layers that the model scans, or maps as
-        members of an ensemble. Left out, nnx modules that units like "layers/*" name are recognized where flax's own
-        layers in them show the axis; others, and all of pytrees and linen, must be named.
-    parallel: which parameters model axes of the mesh cut: by pattern of modules or parameters ("layers/*/mlp/up"), a
-        style, "colwise", "rowwise" or "expert", or a ``PartitionSpec`` of a layer's dimensions; see
-        ``modules/partitioning.py``. With a policy these take the place of its own.
-    frozen: parameters without gradient and moments, in their own dtype, which may be an integer's or bool: patterns of
-        parameter paths ("embed/*"), or an nnx filter.
-    replicated: parameters that every device has whole, as with "no_shard", whatever strategy their unit has. They are
-        gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, with
-        which they are what other programs call ignored: nothing but the program itself changes or sends them.
-    variables: how one value of a variable that is no parameter comes of several devices' ("shard_map"), by pattern of
-        paths or type: ``{"codebook/counts": "sum"}``; "mean", "sum" (of what rows add), "max", or "rows" (a row for
-        each of the batch, which stays cut as the batch is). See ``runtime/groups/variables.py``.
+        members of an ensemble. Default: nnx modules named by units like "layers/*" are recognized if flax's own layers
+        inside show the axis. Other modules, and all modules of pytrees and linen, must be named.
+    parallel: the parameters that model axes of the mesh cut: for each pattern of modules or parameters
+        ("layers/*/mlp/up") a style ("colwise", "rowwise" or "expert") or a ``PartitionSpec`` of a layer's dimensions;
+        see ``modules/partitioning.py``. Replaces the entries of a policy.
+    frozen: parameters without gradient and moments, in their own dtype, which may be an integer dtype or bool: patterns
+        of parameter paths ("embed/*"), or an nnx filter.
+    replicated: parameters that every device holds whole, as with "no_shard", for any strategy of their unit. They are
+        never gathered; their gradients are averaged, and their moments are also whole. Named like ``frozen``. A
+        parameter that is both replicated and frozen is what other libraries call ignored: only the user's program
+        changes or sends it.
+    variables: how a variable that is not a parameter is combined over devices ("shard_map"), by pattern of paths or
+        type: ``{"codebook/counts": "sum"}``; "mean", "sum" (of the increments from rows), "max", or "rows" (one row per
+        row of the batch, cut like the batch). See ``runtime/groups/variables.py``.
     engine: "shard_map" or "pjit".
-    prefetch: 1 lets a unit's gather run during the computation of the unit before it, and reductions during what
-        follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run during a transfer.
-        None: what the policy says. Where none says it: 1 on accelerators, 0 on simulated devices, where it saves no
+    prefetch: 1 lets a unit's gather run during the computation of the previous unit, and reductions during later
+        computation, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run during a
+        transfer. None: the policy's value; else 1 on accelerators, and 0 on simulated devices, where prefetch saves no
         time. See ``runtime/unit/order.py``, and ``runtime/program/pipeline.py`` for scanned layers.
     """
 
@@ -111,7 +112,7 @@ _BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "replicated", "var
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What is asked of one unit."""
+    """The options of one unit."""
 
     strategy: Strategy
     recompute: Recompute
@@ -122,7 +123,7 @@ class UnitOptions:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Mesh, precision, and options by unit path, the root included; and paths of parameters."""
+    """Mesh, precision, options by unit path (including the root), and paths of parameters."""
 
     mesh: Mesh
     precision: Precision
@@ -132,7 +133,7 @@ class Resolved:
 
 
 def unit_patterns(policy: ShardingPolicy | None, options: ShardingOptions) -> list[str]:
-    """The patterns of module paths that are asked for, or may be meant where none is."""
+    """The requested patterns of module paths, or the usual ones if none are requested."""
     if "units" in options:
         return list(options["units"])
     if policy is not None:
@@ -147,7 +148,7 @@ def resolve(
     policy: ShardingPolicy | str | Path | None,
     options: ShardingOptions,
 ) -> Resolved:
-    """Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
+    """Resolve the options. Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
     frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
     replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
     resolved = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
@@ -164,7 +165,7 @@ def _resolved(
 ) -> Resolved:
     if policy is None:
         if mesh is None:
-            raise ValueError("fully_shard: expected a mesh, or a policy that has one, got neither")
+            raise ValueError("fully_shard: expected a mesh, or a policy with a mesh, got neither")
         return _by_keywords(checked_mesh(mesh), model, paths, options)
     beside = [name for name in options if name not in _BESIDE_A_POLICY]
     if beside:
@@ -192,7 +193,7 @@ def _by_keywords(
     if not is_recompute(recompute):
         raise ValueError(
             f"recompute: expected True, False or one of {', '.join(SELECTIVE)}, got {recompute!r}; to save other "
-            "activations, use jax.checkpoint with a policy inside of the model's units"
+            "activations, use jax.checkpoint with a policy inside the model's units"
         )
     unit = UnitOptions(
         strategy,
@@ -232,7 +233,7 @@ def _some(paths: Mapping[str, str]) -> list[str]:
 
 def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
     if isinstance(patterns, str):
-        raise ValueError(f"units: expected a list of patterns, got {patterns!r}: [{patterns!r}] is one")
+        raise ValueError(f"units: expected a list of patterns, got {patterns!r}: use [{patterns!r}]")
     if len(set(patterns)) != len(patterns):
         raise ValueError(f"units: expected each pattern once, got {list(patterns)}")
     chosen: dict[str, None] = {}
@@ -275,15 +276,15 @@ def _by_policy(
         path: UnitOptions(unit.chosen, unit.recompute, unit.granularity, align=policy.align_of(unit))
         for path, unit in policies.items()
     }
-    # A root that is a list or dictionary is none of the paths, but a unit all the same.
+    # A root that is a list or dictionary is not among the paths, but is still a unit.
     return Resolved(mesh, precision, {**_by_module(units, paths), ROOT: units[ROOT]})
 
 
 def _check_main(policy: ShardingPolicy, trained: Mapping[str, np.dtype]) -> None:
-    """Raises ``PolicyError`` for trainable parameters of which a policy's main weights are not made."""
+    """Raise ``PolicyError`` for trainable parameters from which the policy's main weights cannot be made."""
     main = policy.precision.main
     for path, dtype in trained.items():
-        # What is no floating-point number is refused for other reasons.
+        # Parameters that are not floating point are refused elsewhere.
         if main == GIVEN or not jnp.issubdtype(dtype, jnp.floating):
             continue
         if (main == "float64") != (dtype == np.float64):
@@ -297,26 +298,25 @@ def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str,
     try:
         return policy.units_of(paths)
     except PolicyError as error:
-        raise PolicyError(
-            f'{error}; units=["blocks/*"] with a policy takes the place of its patterns'
-        ) from None
+        raise PolicyError(f'{error}; units=["blocks/*"] with a policy replaces its patterns') from None
 
 
 def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:
-    """What a policy says of units, whichever they are, and of the root."""
+    """The policy's options for all units, and for the root."""
     root = next(unit for unit in policy.units if not unit.match)
     policies = {replace(unit, match=""): unit for unit in policy.units if unit.match}
     if len(policies) > 1:
         raise PolicyError(
-            f"{policy.source}: expected one kind of [[unit]] besides the root's, to take patterns from units=, got "
-            f"{len(policies)}, of {', '.join(repr(unit.match) for unit in policies.values())}: change "
-            "the matches in a copy of the policy"
+            f"{policy.source}: expected one kind of [[unit]] in addition to the root's if units= gives the patterns, "
+            f"got {len(policies)} kinds, for {', '.join(repr(unit.match) for unit in policies.values())}: change the "
+            "matches in a copy of the policy"
         )
     return next(iter(policies.values()), root), root
 
 
 def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:
-    """By path in the model. All layers of a stack are one module, so they must be units of one kind or no units."""
+    """Options by path in the model. All layers of a stack are one module, so they must be units of one kind, or no
+    units."""
     by_path: dict[str, UnitOptions | None] = {}
     first: dict[str, str] = {}
     for dotted, path in paths.items():
@@ -338,7 +338,7 @@ def _words(options: UnitOptions | None) -> str:
 
 
 def within(options: UnitOptions, parameters: Iterable[str], names: Mapping[str, str]) -> UnitOptions:
-    """The options with granularities of these ``parameters`` only, by the ``names`` that a layout has for them."""
+    """The options with granularities of only these ``parameters``, by their ``names`` in a layout."""
     granularity = options.granularity
     if not isinstance(granularity, Mapping):
         return options

@@ -38,7 +38,7 @@ from jax_impl.runtime.step.losses import LossParts
 from jax_impl.train_state import TrainState, check_state, place_shared, shard_batch, shardings_of, trainable
 
 Metrics = dict[str, Any]
-# JAX's error for it in a loop has no public name.
+# JAX's error for closed-over arrays in a loop has no public name.
 _CLOSED_OVER = "CustomVJPException"
 
 
@@ -55,17 +55,17 @@ class StepOptions:
 
 
 class TrainStep:
-    """``step(state, batch, *shared) -> (state, metrics)``; unless ``donate=False`` the given state is used up.
+    """``step(state, batch, *shared) -> (state, metrics)``; unless ``donate=False`` the step consumes the given state.
 
-    ``metrics``: "loss"; "weight" where the loss returns ``(sum, weight)``; "aux" with ``has_aux``; and those that
-    ``metrics=`` asked for.
+    ``metrics``: "loss"; "weight" if the loss returns ``(sum, weight)``; "aux" with ``has_aux``; and the metrics that
+    ``metrics=`` names.
 
-    Two programs: gradients, then the optimizer's update, so that the update sees gradients in memory and rounds like
-    one that is run on its own. In one program XLA would contract the update's products differently, and the last bits
-    would depend on the model.
+    A step runs two programs, gradients and then the optimizer's update, so that the update reads gradients from memory
+    and rounds like a separate update. In one program XLA would contract the update's products differently, and the last
+    bits would depend on the model.
 
-    The step is a pure function as well: inside of ``jax.jit``, ``lax.scan`` and the like it is traced as a part of the
-    one program around it, which decides about donation; ``lower`` gives that program of a step alone.
+    The step is also a pure function: inside ``jax.jit``, ``lax.scan`` and the like it is traced as a part of the
+    enclosing program, which decides about donation; ``lower`` returns such a program for a single step.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class TrainStep:
             static_argnames="to_host",
         )
         self._checked: set[Any] = set()
-        # By the kinds of memory that a state lies in: out_shardings name them, so each has its
-        # program.
+        # By the kinds of memory of a state: out_shardings name them, so each combination has its own program.
         self._updates: dict[Any, Callable[..., tuple[Buffers, Any, Metrics]]] = {}
 
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers]:
-        """Loss and gradients of one global batch, without an update; ``(loss, aux)`` and gradients with ``has_aux``."""
+        """Loss and gradients of one global batch, without an update; with ``has_aux``, ``(loss, aux)`` and
+        gradients."""
         loss, gradients, _ = self._run(weights, batch, variables or {}, shared)
         return (loss.value, loss.aux) if self._options.has_aux else loss.value, gradients
 
@@ -120,22 +120,22 @@ class TrainStep:
         return TrainState(weights, opt_state, variables), {**self._metrics(loss), **extra}
 
     def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
-        """The program of a whole step, to be compiled ahead, costed or read.
+        """The program of a whole step, for compiling ahead of time, costing or reading.
 
-        All arguments may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is called as
-        the step is. Its update is a part of the program, so its last bits may be others than the step's own.
+        All arguments may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). Call the compiled program like the
+        step. Its update is part of the program, so its last bits may differ from the step's.
         """
-        # The whole state: ``init_state`` copies variables, so that nothing else holds their memory.
+        # Donate the whole state: ``init_state`` copies variables, so nothing else holds their memory.
         donated = (0,) if self._options.donate else ()
         return jax.jit(self, donate_argnums=donated).lower(state, batch, *shared)
 
     def lower_programs(
         self, state: TrainState, batch: Batch, *shared: Any
     ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-        """The two programs that a call runs outside of other programs: gradients, then the update.
+        """The two programs that a call runs outside other programs: gradients, then the update.
 
-        All arguments are shapes, the batch's and ``shared`` with their shardings: rows ``[devices x microbatches x rows
-        of a part, ...]`` on ``plan.axes.batch_spec``. Raises ``ValueError`` for a loss that a call would refuse.
+        All arguments are shapes; the batch and ``shared`` include their shardings: rows ``[devices x microbatches x
+        rows of a part, ...]`` on ``plan.axes.batch_spec``. Raises ``ValueError`` for a loss that a call would refuse.
         """
         arguments = (state.weights, batch, state.variables, shared)
         to_host = self._sends_gradients(state)
@@ -155,15 +155,14 @@ class TrainStep:
 
     def _update(self, state: TrainState) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
-        # New weights and moments take the memory of the old ones, or both would be there at the
-        # end.
+        # New weights and moments reuse the memory of the old ones, or both would exist at the end.
         donated = (0, 1) if self._options.donate else ()
         return jax.jit(
             self._update_state, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
         )
 
     def _sends_gradients(self, state: TrainState) -> bool:
-        """Whether gradients are to lie in the host's memory."""
+        """Whether gradients go to host memory."""
         own = trainable(self._plan, state.weights)
         return self._plan.brings_units and lies_on_host(self._plan, state.opt_state, own)
 
@@ -200,17 +199,17 @@ class TrainStep:
             ):
                 raise
             raise ValueError(
-                "loss: expected arrays that depend on weights, or on the passes of a loop, as arguments of a unit's "
-                "call, got one from around the function (a closure), whose gradient the call cannot pass on: give "
-                "it to call_unit as an argument. An array kept from an earlier trace is refused, too"
+                "loss: expected arrays that depend on weights, or on the iteration of a loop, as arguments of a "
+                "unit's call, got such an array from a closure, whose gradient the call cannot pass on: pass the "
+                "array to call_unit as an argument. An array kept from an earlier trace is refused, too"
             ) from error
 
     def _trace_checked(
         self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, to_host: bool
     ) -> Any:
-        """The traced gradients of a loss that may be trained; raises ``ValueError`` for others."""
+        """The traced gradients of a valid loss; raises ``ValueError`` for other losses."""
 
-        # Tracing is half of what the first call does, and remembered for it.
+        # Tracing is half of the work of the first call, which reuses this trace.
         def trace(rows: Batch) -> Any:
             return self._gradients.trace(weights, rows, variables, shared, to_host=to_host)
 
@@ -249,9 +248,8 @@ class TrainStep:
 
 
 def settle(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:
-    """A program's results, at once or when they are there; by default there on simulated devices."""
-    # Simulated devices share few threads: programs in flight together can wait for each other's for
-    # ever.
+    """A program's results, immediately or after waiting for them; by default, wait on simulated devices."""
+    # Simulated devices share few threads: concurrent programs can wait for each other's threads forever.
     wait = is_simulated(plan.mesh) if wait is None else wait
     return jax.block_until_ready(result) if wait and not _is_traced(result) else result
 
@@ -275,27 +273,27 @@ def make_train_step(
 ) -> TrainStep:
     """A training step over global batches (see ``shard_batch``), each rank's rows cut into ``microbatches`` parts.
 
-    ``loss_fn(model, rows, *shared)`` returns the mean loss over ``rows``, each with the same weight, or
-    ``(sum, weight)`` where rows have unequal weights::
+    ``loss_fn(model, rows, *shared)`` returns the mean loss over ``rows`` with equal weights, or ``(sum, weight)`` if
+    rows have unequal weights::
 
         def loss(model, rows):                              # right on any number of devices and microbatches
             losses = token_losses(model(rows["tokens"]), rows)
             return jnp.sum(losses * rows["mask"]), jnp.sum(rows["mask"])
 
-    ``shared`` is what a step gets after its batch, ``step(state, batch, key, teacher)``: arrays and numbers that every
-    device has whole, the same in all microbatches. So one random key gives the same numbers to all devices; for others
-    give a key a row, in the batch: ``jax.random.split(key, rows)``.
+    ``shared`` are the arguments of a step after its batch, ``step(state, batch, key, teacher)``: arrays and numbers
+    that every device holds whole, the same in all microbatches. So one random key gives the same numbers to all
+    devices; for different numbers put one key per row into the batch: ``jax.random.split(key, rows)``.
 
     For ``sum(losses * mask) / sum(mask)``, which is refused, ``equal_parts``, ``has_aux`` and ``grad_divisor`` see
-    ``make_gradients``. ``metrics``: what the step adds to its loss: "grad_norm", of the whole model's gradients as
-    the optimizer gets them, and "learning_rate", of ``main_weight_adamw`` or ``optax.inject_hyperparams``.
-    ``donate``: whether a step may take the memory of the state that it is given. ``wait``: whether a step returns when
-    its results are there; by default only on simulated devices, which need it.
+    ``make_gradients``. ``metrics``: additional metrics: "grad_norm", of the whole model's gradients as the optimizer
+    gets them, and "learning_rate", of ``main_weight_adamw`` or ``optax.inject_hyperparams``. ``donate``: whether a step
+    may reuse the memory of the given state. ``wait``: whether a step waits for its results; by default only on
+    simulated devices, which need it.
 
-    ``optimizer``: an optax transformation. One that does the same to each element wherever the element lies, but for
-    sums over everything (a global norm), runs on the shards as they are. One that looks at shapes or names is given the
-    model's own tree of parameters, at the cost of bringing them together in each step (``optimizer/logical.py``). Its
-    programs, traced over all parameters, tell which. Transformations that ask for ``value`` get the loss.
+    ``optimizer``: an optax transformation. If it treats each element alike, wherever it is stored, except for sums over
+    everything (a global norm), it runs directly on the shards. If it looks at shapes or names, it gets the model's own
+    tree of parameters, at the cost of gathering them in each step (``optimizer/logical.py``). Its programs, traced over
+    all parameters, decide this. Transformations that accept ``value`` get the loss.
 
     Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that needs more than gradients, its state,
     weights and the loss.
@@ -311,21 +309,21 @@ STEP_METRICS = (GRAD_NORM, LEARNING_RATE)
 
 
 def check_metrics(wanted: Sequence[str]) -> None:
-    """Raises ``ValueError`` for a metric that is none of ``STEP_METRICS``, and for a string in place of a list."""
+    """Raise ``ValueError`` for a metric that is not in ``STEP_METRICS``, and for a string in place of a list."""
     if isinstance(wanted, str) or any(name not in STEP_METRICS for name in wanted):
         raise ValueError(f"metrics: expected a list of names among {list(STEP_METRICS)}, got {wanted!r}")
 
 
 def grad_norm(gradients: Buffers) -> jax.Array:
-    """The Euclidean norm of all gradients, before an optimizer clips them: float32, or float64 for float64 ones.
+    """The Euclidean norm of all gradients, before an optimizer clips them: float32, or float64 for float64 gradients.
 
-    Padding is zero, so arrays at rest have the norm of the parameters' gradients.
+    Padding is zero, so arrays at rest have the same norm as the parameters' gradients.
     """
     squares: Any = jnp.float32(0)
     last: Any = ()
     for array in gradients.values():
-        # Its collectives one after another: see forward.hold. With float32 at least, since squares
-        # of float16 gradients overflow from 256 on.
+        # Collectives run one after another: see forward.hold. At least float32, since squares of float16 gradients
+        # overflow from 256 on.
         array, last = fence((array, last))
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         last = jnp.sum(wide * wide)
@@ -334,20 +332,20 @@ def grad_norm(gradients: Buffers) -> jax.Array:
 
 
 def learning_rate(optimizer: optax.GradientTransformation, before: Any, after: Any) -> jax.Array:
-    """That of the update between two optimizer states.
+    """The learning rate of the update between two optimizer states.
 
-    Raises ``ValueError`` where the states do not have it.
+    Raises ``ValueError`` if the states do not contain it.
     """
     if isinstance(optimizer, MainWeightTransformation):
         rate = optimizer.learning_rate
         return jnp.asarray(rate(before.count) if callable(rate) else rate, jnp.float32)
-    # A schedule's own state has the same key.
+    # A schedule's own state uses the same key.
     rates = optax.tree_utils.tree_get_all_with_path(
         after, LEARNING_RATE, filtering=lambda _, value: isinstance(value, jax.Array)
     )
     if len(rates) != 1:
         raise ValueError(
-            f"metrics: expected an optimizer whose state has one learning rate, got {len(rates)}: make it by "
+            f"metrics: expected an optimizer whose state has one learning rate, got {len(rates)}: build it with "
             "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule), or use main_weight_adamw"
         )
     return jnp.asarray(rates[0][1])

@@ -1,5 +1,5 @@
-"""What a step is given: the train state, a batch that is cut over the devices, and inputs that are
-whole on each.
+"""The inputs of a step: the train state, a batch that is cut over the devices, and inputs that are whole on each
+device.
 
 ::
 
@@ -31,16 +31,16 @@ from jax_impl.runtime.groups.memory_kinds import HOST, in_memory, move, on_devic
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.variables import Variables
 
-# Bytes of moments on a device that are on their way to the host's memory.
+# Limit in bytes for a device's moments that wait for their transfer to host memory.
 _AT_ONCE = 1 << 28
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """``weights``: main weights, arrays by key. ``opt_state``: the optimizer's, moments in equal arrays.
+    """``weights``: main weights, arrays by key. ``opt_state``: the optimizer state, with moments in equal arrays.
 
-    ``variables``: what else the model has (batch statistics, random streams), by path.
+    ``variables``: the model's other variables (batch statistics, random streams), by path.
     """
 
     weights: Buffers
@@ -56,19 +56,19 @@ def init_state(
     *,
     offload: Offload | None = None,
 ) -> TrainState:
-    """The state before the first step; moments are born sharded, and frozen weights have none.
+    """The state before the first step; moments are created sharded, and frozen weights have none.
 
-    ``variables``: of a model that has variables other than parameters; default those of the model that ``fully_shard``
-    got. Raises ``ValueError`` for others than the plan's, and where ``plan_sharding`` made the plan and none are given:
-    ``variable_leaves(model)`` has them. A ``RuntimeWarning`` names parameters whose moments are whole on every device,
-    because the optimizer looks at shapes and no dimension divides.
+    ``variables``: the model's variables other than parameters; by default from the model that ``fully_shard`` got.
+    Raises ``ValueError`` if they are not the plan's, or if ``plan_sharding`` made the plan and none are given: pass
+    ``variable_leaves(model)``. A ``RuntimeWarning`` names parameters whose moments are whole on every device, because
+    the optimizer looks at shapes and the number of shards divides no dimension.
 
-    ``offload``: what of the state lies in the host's memory from the start, such as ``Offload(moments=0.5)``; the
-    devices never hold more than 256 MiB of it at once. Of weights there it has copies: drop the given ones.
+    ``offload``: the part of the state that is in host memory from the start, such as ``Offload(moments=0.5)``; a device
+    never holds more than 256 MiB of this part at once. Offloaded weights are copies: drop the given ones.
     """
     check_context()
     if variables is None:
-        # Copies, because a program of the whole step may be given all of the state (donated).
+        # Copies, because a program of the whole step may donate the whole state.
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
     _check(offload)
     opt_state = initial_moments(plan, weights, optimizer, offload)
@@ -91,7 +91,7 @@ def initial_moments(
     optimizer: optax.GradientTransformation,
     offload: Offload | None = None,
 ) -> Any:
-    """The optimizer's state before the first step, born sharded."""
+    """The optimizer state before the first step, created sharded."""
     init = fit_to_plan(plan, optimizer).init
 
     def on_devices(weights: Buffers) -> Any:
@@ -112,7 +112,7 @@ def initial_moments(
             return [every[number] for number in numbers]
 
         born = jax.jit(some, out_shardings=[placements[number] for number in numbers])(trained)
-        # Before the next ones are born.
+        # Wait before the next moments are created.
         moments |= jax.block_until_ready(
             {n: move(array, memory[n]) for n, array in zip(numbers, born, strict=True)}
         )
@@ -122,7 +122,7 @@ def initial_moments(
 def _batches(
     leaves: Sequence[Any], shardings: Sequence[NamedSharding], memory: Sequence[str]
 ) -> Iterator[list[int]]:
-    """Numbers of arrays that are born together: those of the devices, and a few of the host's memory at a time."""
+    """Indices of arrays to create together: first all arrays on devices, then a few host arrays at a time."""
     yield [number for number, memory_kind in enumerate(memory) if not memory_kind]
     batch: list[int] = []
     size = 0
@@ -139,7 +139,7 @@ def _batches(
 
 
 def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:
-    """The arrays that an optimizer sees."""
+    """The arrays that an optimizer updates."""
     return {key: array for key, array in weights.items() if key in plan.trainable}
 
 
@@ -148,7 +148,7 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of ``init_state``'s result, without values.
 
-    It is what ``TrainStep.lower`` needs, and what ``load_checkpoint`` takes as ``like``.
+    For ``TrainStep.lower``, and for ``like`` of ``load_checkpoint``.
     """
     weights: Any = {
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
@@ -171,29 +171,29 @@ def _abstract(leaf: Any, sharding: NamedSharding, memory_kind: str) -> jax.Shape
 
 
 def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
-    """Of every leaf of an optimizer's state, abstract or not."""
+    """The sharding of every leaf of an optimizer state, abstract or not."""
     by_shape = {plan.arrays[key].shape: plan.sharding(key) for key in plan.trainable}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         located = plan.locate_buffer(path, leaf)
         if located is not None:
             return plan.sharding(located[0])
-        # A transformation may keep moments under other keys than the weights'.
+        # A transformation may store moments under keys other than the weights' keys.
         return by_shape.get(leaf.shape, plan.replicated)
 
     return jax.tree.map_with_path(sharding, opt_state)
 
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
-    """As the plan has them; raises ``ValueError`` for other variables than the plan's."""
+    """Place variables as the plan says; raises ``ValueError`` for variables that are not the plan's."""
     missing, unexpected = (
         sorted(plan.variables.keys() - variables.keys()),
         sorted(variables.keys() - plan.variables.keys()),
     )
     if missing or unexpected:
         raise ValueError(
-            f"variables: expected those of the model that are no parameters, missing {missing[:5]}, unexpected "
-            f"{unexpected[:5]}; jax_impl.variable_leaves(model) gives them"
+            f"variables: expected the model's variables that are not parameters, missing {missing[:5]}, unexpected "
+            f"{unexpected[:5]}; jax_impl.variable_leaves(model) returns them"
         )
     for path, info in plan.variables.items():
         if variables[path].shape != info.shape or variables[path].dtype != info.dtype:
@@ -210,7 +210,7 @@ def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> V
 
 
 def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
-    """The variables whole on every device; rows are gathered, which all processes do together."""
+    """The variables whole on every device; all processes must call this, since rows are gathered."""
     gathered = jax.jit(lambda x: x, out_shardings=plan.replicated)
     return {
         path: gathered(value) if plan.variables[path].rule == "rows" else value
@@ -219,7 +219,8 @@ def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
-    """Raises ``ValueError`` as ``check_context``, for weights or variables of another plan, and for donated ones."""
+    """Raise ``ValueError`` as ``check_context`` does, for weights or variables of another plan, and for donated
+    arrays."""
     check_context()
     if weights.keys() != plan.arrays.keys():
         raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
@@ -227,8 +228,8 @@ def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> N
         plan.check_array(key, array)
     if variables.keys() != plan.variables.keys():
         raise ValueError(
-            f"step: expected the model's variables {list(plan.variables)[:12]}, got {list(variables)[:12]}; give "
-            "them to init_state, or to gradients"
+            f"step: expected the model's variables {list(plan.variables)[:12]}, got {list(variables)[:12]}; pass them "
+            "to init_state, or to gradients"
         )
 
 
@@ -238,32 +239,33 @@ Batch = Any
 def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batch:
     """Place global arrays ``[B, ...]`` on the mesh: rank r of N gets rows ``[r * B / N, (r + 1) * B / N)``.
 
-    Raises ``ValueError`` unless all arrays have the same B, divisible by ranks x microbatches; ``pad_batch`` makes it
-    so. Keys of random numbers, one a row, may be in it.
+    Raises ``ValueError`` unless all arrays have the same B, divisible by ranks x microbatches; use ``pad_batch``
+    otherwise. A batch may contain random keys, one per row.
     """
     parts = plan.data_ranks * microbatches
     sizes = _first_dimensions(batch)
     if len(sizes) != 1 or () in sizes or next(iter(sizes))[0] % parts or next(iter(sizes))[0] == 0:
         raise ValueError(
             f"batch: expected arrays of one first dimension, a positive multiple of {parts} ({plan.data_ranks} "
-            f"devices x {microbatches} microbatches), got first dimensions {sorted(sizes)}: pad_batch fills up a last "
-            "batch, and what has no rows (a key, a step number, another model's weights) comes after the batch, as in "
-            "step(state, batch, key)"
+            f"devices x {microbatches} microbatches), got first dimensions {sorted(sizes)}: pad_batch pads a last "
+            "batch, and inputs without rows (a key, a step number, another model's weights) come after the batch, as "
+            "in step(state, batch, key)"
         )
     return jax.device_put(jax.tree.map(_as_jax_has_it, batch), NamedSharding(plan.mesh, plan.axes.batch_spec))
 
 
 def _as_jax_has_it(leaf: Any) -> Any:
-    """A NumPy array in the dtype that it gets in JAX (int32 for int64 unless x64 is on)."""
-    # device_put narrows an array once and remembers the result: of a loader's buffer that is filled
-    # anew, the old rows.
+    """Cast a NumPy array to its dtype in JAX (int32 for int64 unless x64 is on)."""
+    # device_put narrows an array once and caches the result: for a loader's reused buffer, it would return the old
+    # rows.
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
 
 
 def pad_batch(
     plan: ShardingPlan, batch: Batch, microbatches: int = 1, rows: int | None = None
 ) -> tuple[Batch, np.ndarray]:
-    """A batch that divides, by copies of its last row, and which rows count: float32 ``[rows]``, ones and zeros.
+    """Pad a batch to a multiple with copies of its last row. Also returns which rows count: float32 ``[rows]``, ones
+    and zeros.
 
     ::
 
@@ -274,14 +276,14 @@ def pad_batch(
             rows, counted = batch
             return jnp.sum(losses(model, rows) * counted), jnp.sum(counted)
 
-    Copies of a real row cannot give a loss that is not finite, as zeros can (``0 * nan`` is NaN). They are rows for
-    everything but the loss: batch statistics and load balance see them.
+    Copies of a real row cannot cause a nonfinite loss, as zeros can (``0 * nan`` is NaN). Only the loss ignores the
+    copies: batch statistics and load balance see them.
 
-    batch: a pytree of arrays ``[B, ...]``, on the host or on one device. rows: after padding; default the next multiple
-    of devices x ``microbatches``.
+    batch: a pytree of arrays ``[B, ...]``, on the host or on one device. rows: the number of rows after padding, by
+    default the next multiple of devices x ``microbatches``.
 
-    Raises ``ValueError`` for arrays of several first dimensions, for none, and for ``rows`` that are fewer than the
-    batch has or do not divide.
+    Raises ``ValueError`` for arrays with different first dimensions, for no arrays, and for ``rows`` that are fewer
+    than the batch's rows or not a multiple.
     """
     sizes = _first_dimensions(batch)
     if len(sizes) != 1 or () in sizes or (0,) in sizes:
@@ -296,7 +298,7 @@ def pad_batch(
         )
 
     def padded(leaf: Any) -> Any:
-        # Random keys are no NumPy arrays.
+        # Random keys are not NumPy arrays.
         where = np.minimum(np.arange(target), have - 1)
         return leaf[where] if isinstance(leaf, jax.Array) else np.asarray(leaf)[where]
 
@@ -304,13 +306,14 @@ def pad_batch(
 
 
 def place_shared(plan: ShardingPlan, shared: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs that are no rows, whole on every device; ``ValueError`` for what is neither array nor number."""
+    """Place inputs without rows whole on every device. Raises ``ValueError`` for inputs that are neither arrays nor
+    numbers."""
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
             raise ValueError(
                 f"input {jax.tree_util.keystr(path)} after the batch: expected an array or a number, got "
-                f"{type(leaf).__name__}: a function of the loss may hold other values"
+                f"{type(leaf).__name__}: let a closure of the loss hold other values"
             )
         return place_whole(plan, leaf if isinstance(leaf, jax.Array | np.ndarray) else jnp.asarray(leaf))
 

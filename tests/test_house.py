@@ -212,7 +212,7 @@ QUESTIONS = {
     ),
     "who frees full weights in JAX": (
         ["docs/code.md", "jax_impl/runtime/unit/order.py"],
-        "Nothing here frees memory: XLA does",
+        "This module does not free memory: XLA frees an array",
     ),
     "what is on disk": (
         ["docs/code.md", "bridge/core/formats/README.md", "docs/reference/on-disk.md"],

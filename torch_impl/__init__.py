@@ -42,6 +42,7 @@ from torch_impl.diagnostics.collectives import CollectiveCount, count_collective
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
 from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
 from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
+from torch_impl.diagnostics.visualize import visualize
 from torch_impl.dtensor.tensor import full_tensor
 from torch_impl.fsdp2 import DataParallelMeshDims
 from torch_impl.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -91,5 +92,6 @@ __all__ = [
     "save_checkpoint_async",
     "share_comm_ctx",
     "uninstall",
+    "visualize",
     "watch_nonfinite_outputs",
 ]

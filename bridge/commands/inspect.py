@@ -133,10 +133,7 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
     from bridge.checkpoints.inspect.tensor_tree import tensor_tree
     from bridge.commands.tree import print_tree
 
-    title = (
-        f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors in {summary.chunks} chunks, "
-        f"{human_bytes(summary.bytes)}, {'with its' if summary.manifest else 'no'} manifest"
-    )
+    title = summary.summary()
     if drawing.layout:
         for line in [title, *chunk_lines(summary.tensors)]:
             print_line(out, line)
@@ -187,11 +184,8 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
 
 
 def _print_list(out: Console, summary: Summary) -> None:
-    rows = [
-        (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
-        for t in summary.tensors
-    ]
-    print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
+    heading, *rows = summary.table()
+    print_table(out, heading, rows, left=2)
     # With flat names each tensor is its own group: the second table would repeat the first.
     if not {group.name for group in summary.groups} <= {tensor.name for tensor in summary.tensors}:
         totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]

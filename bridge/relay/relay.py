@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
+from bridge.core.progress import is_watched
 from bridge.relay.chart import save_picture
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
@@ -49,8 +50,10 @@ class RelayError(RuntimeError):
     """A relay stopped; the text says at which leg and with that leg's own error."""
 
 
-def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
+def run(config: RelayConfig, out: Path, console: Console | None = None) -> RelayReport:
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
+
+    By default the console is standard error, where a terminal or a notebook shows it.
 
     Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
     Raises ``RelayError`` when a framework is not installed, the folder exists, or a leg or a conversion fails. Legs
@@ -59,7 +62,8 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
     _require_frameworks(config)
     if out.exists():
         raise RelayError(f"run folder {out} exists already: expected a new folder; choose another --out")
-    with _progress(console) as progress:
+    shown = console or Console(stderr=True, force_jupyter=False, quiet=not is_watched())
+    with _progress(shown) as progress:
         runner = _Runner(config, out.resolve(), progress)
         runner.rehearse()
         out.mkdir(parents=True)
@@ -238,8 +242,8 @@ class _Runner:
         _, done = self._start(title, 1)
         started = time.perf_counter()
         try:
-            convert(source, destination, mapping=MAPPING)
-            difference = diff(source, destination, mapping=MAPPING)
+            convert(source, destination, mapping=MAPPING, progress=False)
+            difference = diff(source, destination, mapping=MAPPING, progress=False)
         except Exception as error:
             raise RelayError(f"{title} failed: {error}") from error
         seconds = time.perf_counter() - started

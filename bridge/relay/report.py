@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.text import plain_json
+from bridge.core.views import Viewed
 from bridge.relay.config import RelayConfig
 from bridge.relay.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses, tolerance_of
 from bridge.relay.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
@@ -63,8 +64,8 @@ def relative_differences(losses: list[float], reference: list[float]) -> list[fl
     return [math.inf if math.isnan(distance) else distance for distance in distances]
 
 
-@dataclass(frozen=True)
-class RelayReport:
+@dataclass(frozen=True, repr=False)
+class RelayReport(Viewed):
     """Everything a relay measured. Losses are means over the global batch, before the step's update.
 
     norms_fp32, norms_fp64: of the references' states after each step. repeats: losses of repeats of the fp32 reference
@@ -290,6 +291,10 @@ class RelayReport:
                 (title, steps, *losses, *differences, curve, hop[0], size, hop[1], f"{leg.seconds:.1f}")
             )
         return rows
+
+    def __repr__(self) -> str:
+        verdict = "good" if self.good else f"not good, {self.failures()[0]}"
+        return f"<RelayReport: {verdict}, {len(self.legs)} legs, {len(self.losses)} steps>"
 
     def summary(self) -> str:
         """The meaning of the table's columns, and the distance of each fp32 run from float64."""

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from bridge.core.text import printable
+from bridge.core.views import environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -27,22 +27,10 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_as_text,
-    )
+    templates = environment(FileSystemLoader(_TEMPLATES))
     # Were a name not escaped, the policy would still keep a browser from running or loading it.
     for name, file in (("style", "style.css"), ("script", "script.js")):
         text = (_TEMPLATES / file).read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         templates.globals[name] = {"text": Markup(text), "source": Markup(f"'sha256-{digest}'")}
     return templates
-
-
-def _as_text(value: Any) -> Any:
-    """Names come from models and files: control characters in them would reach a terminal."""
-    return value if isinstance(value, Markup) else printable(str(value), lines=True)

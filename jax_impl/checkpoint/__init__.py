@@ -1,1 +1,1 @@
-"""Saving and loading of train states, sharded, without gathering."""
+"""Save and load sharded train states without gathering them."""

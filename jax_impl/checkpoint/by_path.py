@@ -1,10 +1,10 @@
-"""A checkpoint of any format as a tree: tensors by their place in it, ``params/layers/0/w``, whatever the files say.
+"""A checkpoint of any format as a tree: tensors by path, such as ``params/layers/0/w``, however the files name them.
 
 ::
 
     Orbax          params/layers/0/w      the same
-    DCP            params.layers.0.w      its path in the saved state dict
-    safetensors    params.layers.0.w      the path that twinshard stored, or the name cut at its dots
+    DCP            params.layers.0.w      the path in the saved state dict
+    safetensors    params.layers.0.w      the path that twinshard stored, or the name split at its dots
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bridge.core.formats.tensors.leaves import LEAVES, key_types
 
 
 class TreeReader:
-    """``tensors``, ``objects`` and ``read`` by slashed path; reads boxes, never more.
+    """``tensors``, ``objects`` and ``read`` by slash-separated path; reads only the boxes that are asked for.
 
-    ``translate``: makes another reader of the checkpoint's own.
+    ``translate``: wraps the checkpoint's own reader in another one.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class TreeReader:
 
     @property
     def objects(self) -> dict[TreePath, Any]:
-        """Values that are no arrays, by tree path, without the note of what other leaves are."""
+        """Values that are not arrays, by tree path, without the entry that records the types of other leaves."""
         paths = self._reader.object_paths
         return {paths[name]: value for name, value in self._reader.objects.items() if paths[name] != LEAVES}
 
     @property
     def key_types(self) -> Mapping[str, str]:
-        """The algorithms of random keys by path, as far as the checkpoint says."""
+        """The algorithms of random keys by path, if the checkpoint records them."""
         types = key_types(self._reader)
         return {path: types[name] for path, name in self._names.items() if name in types}
 

@@ -1,4 +1,4 @@
-"""Saving a train state as logical arrays, whatever the mesh, strategy and engine; loading it on any other.
+"""Save a train state as logical arrays from any mesh, strategy and engine, to be loaded with any other.
 
 ::
 
@@ -8,17 +8,17 @@
                   one device at a time    opt_state/count, train/*
 
 Nothing is gathered: a device's shard is cut into boxes of parameters. A chunk of the file may need boxes of several
-devices; it is put together as they come by (``chunks.py``). Loading reads for each device the boxes it owns.
-Names are those of ``names.py``.
+devices; ``chunks.py`` assembles the chunk as the boxes arrive. Loading reads, for each device, the boxes that it owns.
+``names.py`` defines the names.
 
-Several processes save in four steps, none of which begins before the one before has succeeded on all of them::
+Several processes save in four steps; a step begins when the previous step has succeeded on all processes::
 
     open       the first process makes a temporary directory
-    write      each writes the chunks that it has all of to a store of its own, boxes of other chunks to files there
-    assemble   each puts together its part of those other chunks
-    commit     the first process joins the stores, checks that every chunk is there, and renames the directory
+    write      each writes its complete chunks to its own store, and the boxes of other chunks to files next to it
+    assemble   each assembles its part of those other chunks
+    commit     the first process joins the stores, checks that every chunk exists, and renames the directory
 
-An asynchronous save copies what this process writes to host memory in the first step, and does the others in a thread.
+An asynchronous save copies this process's data to host memory in the first step, and runs the other steps in a thread.
 """
 
 from __future__ import annotations
@@ -64,36 +64,36 @@ def save_checkpoint(
     mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> None:
-    """Save weights, optimizer state and ``train`` as a new Orbax checkpoint that stock Orbax reads on any devices.
+    """Save weights, optimizer state and ``train`` as a new Orbax checkpoint, which stock Orbax can read on any devices.
 
     The checkpoint appears complete and synced to disk, or not at all. Extra host memory: one unit's part of the weights
-    where devices have memory of their own (of a stack, one layer's), and under 200 MiB for what is being written.
+    (one layer's part for a stack) if devices have their own memory, and under 200 MiB of write buffers.
 
-    With several processes (``jax.distributed``) each one that has devices of the mesh calls this, and writes what its
-    devices hold; they need a file system in common. An error on one of them is raised on all.
+    With several processes (``jax.distributed``), each process that has devices of the mesh calls this and writes the
+    rows that its devices hold. The processes need a shared file system. An error on one process is raised on all.
 
     Args:
-        path: a directory that does not exist yet; missing parents are made.
+        path: a directory that does not exist yet; missing parent directories are created.
         plan: the plan that ``state`` belongs to.
-        train: nested mapping of str to int (64 bits) or NumPy array. ints become 0-d int64 arrays. Of several processes
-            the first one's are saved.
+        train: nested mapping of str to int (64 bits) or NumPy array. ints become 0-d int64 arrays. With several
+            processes, the first process's values are saved.
         objects: JSON values by tree path: None, bool, int, float, str, and lists, tuples and dicts of these.
         item: name of a directory in ``path`` for the arrays. Stock ``CheckpointManager`` restores ``path`` as one of
             its steps with ``item="default"`` only; stock ``StandardCheckpointer`` then restores ``path/default``, and
-            ``path`` without an item. ``load_checkpoint`` and ``twinshard`` take either.
-        mapping: a family's name, a file or a table (``bridge.core.mapping``), of which the plan has one side. The
-            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
-            the plain checkpoint. Each process translates its own rows; all are given the same ``train``, which may have
-            sizes of axes. Of a mapping with more than two conventions ``load_mapping(name).between("hf", "flax")``
-            leaves two.
-        timeout: seconds that processes wait for one another in each of the four steps.
+            ``path`` without an item. ``load_checkpoint`` and ``twinshard`` accept both.
+        mapping: a family's name, a file or a table (``bridge.core.mapping``); the plan matches one of its sides. The
+            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping would write
+            them from the plain checkpoint. Each process translates its own rows; all processes pass the same ``train``,
+            which may contain sizes of axes. ``load_mapping(name).between("hf", "flax")`` selects two of a mapping's
+            conventions.
+        timeout: seconds that processes wait for each other in each of the four steps.
 
     Raises:
-        FileExistsError: something is at ``path``.
-        ValueError: a state or train value that cannot be saved, by name; an ``item`` that is no name.
-        CheckpointError: names that collide, a mapping that does not fit the state, or another process that failed, was
-            given another path, or was not heard of.
-        OSError: the system refused a write.
+        FileExistsError: ``path`` exists already.
+        ValueError: a state or train value that cannot be saved, by name; an ``item`` that is not a valid name.
+        CheckpointError: names collide, the mapping does not fit the state, or another process failed, was given another
+            path, or did not answer.
+        OSError: a write failed.
     """
     request = SaveRequest(path, plan, state, train, objects, item, mapping, timeout)
     start_save(request, asynchronous=False)
@@ -110,13 +110,13 @@ def save_checkpoint_async(
     mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
-    """Save as ``save_checkpoint`` does while training goes on: the same files, but for times of day and random numbers.
+    """Save as ``save_checkpoint`` does while training continues. Only timestamps and random numbers differ.
 
-    When this returns, the rows that this process will write have been copied to host memory, so steps may be given the
-    state (donated). A thread writes the copies, and agrees with the other processes through the key-value store of
-    ``jax.distributed``, not by collectives. Host memory: the bytes of this process's own rows (arrays that several
-    processes have whole are copied by one), one array's shard for the while of the copying, and under 200 MiB for what
-    is being written. One save is pending at a time; the next one waits for it first.
+    When this returns, the rows that this process will write have been copied to host memory, so a step may donate the
+    state. A thread writes the copies, and agrees with the other processes through the key-value store of
+    ``jax.distributed``, not by collectives. Host memory: the bytes of this process's own rows (one process copies an
+    array that several processes hold whole), one array's shard during the copying, and under 200 MiB of write buffers.
+    Only one save is pending at a time; the next save first waits for it.
 
     Example::
 
@@ -124,18 +124,19 @@ def save_checkpoint_async(
         state, metrics = step(state, tokens)
         pending.wait()  # complete on disk, or raises
 
-    An error in the thread is raised on all processes by ``wait``; where nobody called that, by the next save; and at
-    the end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended.
+    An error in the thread is raised on all processes by ``wait``, or by the next save if nobody called ``wait``. If
+    there is no next save, the error goes to stderr at the end of the program, and the exit status is 120. The program
+    ends only when the save has ended.
 
-    Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
-    asynchronous save that failed.
+    Arguments and immediate errors: as ``save_checkpoint``, except for write errors. Raises ``CheckpointError`` also for
+    an earlier asynchronous save that failed.
     """
     return start_save(SaveRequest(path, plan, state, train, objects, item, mapping, timeout))
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of ``save_checkpoint``, see there."""
+    """The arguments of ``save_checkpoint``."""
 
     path: str | os.PathLike[str]
     plan: ShardingPlan
@@ -159,9 +160,9 @@ def start_save(
 
 
 class _OpenedSave:
-    """A checkpoint whose directory is there, with nothing in it yet. ``write`` ends it.
+    """A checkpoint whose directory exists but is still empty. ``write`` completes the checkpoint.
 
-    copy: whether the state may change before ``write`` is through.
+    copy: whether the state may change before ``write`` has finished.
     """
 
     def __init__(self, request: SaveRequest, extras: SaveExtras, *, copy: bool) -> None:
@@ -175,7 +176,7 @@ class _OpenedSave:
         try:
             with processes.step("open") as opened:
                 opened.claim = f"the path {self.target}"
-                # Inside of the step: some processes may have been told already that the save before failed.
+                # Inside the step: some processes may already know that the previous save failed.
                 pending.settle()
                 self._contents = Contents.of(plan, state)
                 values = dict(train_tensors(request.train or {}))
@@ -235,7 +236,7 @@ class _OpenedSave:
                     writer.commit(processes.members if processes.several else ())
                     self._extras.committed()
         except BaseException:
-            # All processes have stopped writing: a step fails when it has ended on all of them.
+            # All processes have stopped writing: a step fails only after it has ended on all of them.
             if part is not None:
                 part.abort()
             raise
@@ -253,8 +254,8 @@ class _OpenedSave:
 def _join(target: Path, name: str, temporary: Path, item: str | None, process: int) -> OrbaxPart:
     if target.name != name or not temporary.is_dir():
         raise CheckpointError(
-            f"{target}: expected all processes to save one {name!r} and to see {temporary}, which the first process "
-            "made: give all of them the same path, in a file system that they share"
+            f"{target}: expected all processes to save the same {name!r} and to see {temporary}, which the first "
+            "process created: give all processes the same path in a shared file system"
         )
     return OrbaxPart(target, temporary / (item or ""), process)
 
@@ -262,14 +263,14 @@ def _join(target: Path, name: str, temporary: Path, item: str | None, process: i
 def _require_equal(own: str, first: str) -> None:
     if own != first:
         raise CheckpointError(
-            "expected a plan and a state like the first process's on all processes, got other names, shapes, dtypes or "
-            "shardings"
+            "expected the first process's plan and state on all processes, got other names, shapes, dtypes or "
+            "shardings on this process"
         )
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What only the first process has: train values by path, objects by tree path, and algorithms of random keys."""
+    """Data of the first process only: train values by path, objects by tree path, algorithms of random keys."""
 
     values: Mapping[tuple[str, ...], np.ndarray]
     objects: Mapping[TreePath, object]

@@ -1,4 +1,4 @@
-"""Chunks of tensors put together from boxes as they come by, on several processes if need be.
+"""Chunks of tensors, assembled from boxes as the boxes arrive, on several processes if necessary.
 
 ::
 
@@ -6,9 +6,9 @@
     chunks of the file       |     a     | b + c        | d + e      |
                                                           ^ spilled
 
-A chunk that this process does not get all of, or does not get soon, goes to files in the directory that will be the
-checkpoint, box by box. When all processes are through, each such chunk is put together and written by the process that
-had most of it. So memory is bounded however the boxes lie, and each chunk has one writer.
+If a chunk stays incomplete on this process, or for too long, its boxes are spilled to files in the temporary directory
+of the checkpoint. When all processes have finished, the process that had most of such a chunk assembles and writes it.
+So memory is bounded for any order of boxes, and each chunk has one writer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bridge.core.formats import Box, CheckpointError
 from bridge.core.formats.orbax.writer import OrbaxPart
 from bridge.core.formats.tensors.base import TensorInfo
 
-# Bytes of boxes that wait for the rest of their chunks in memory.
+# Limit in bytes for boxes that wait in memory for the rest of their chunks.
 _HELD = 64 << 20
-# A tensor's name, and the number of a chunk in ``TensorInfo.chunks``.
+# A tensor's name, and the index of a chunk in ``TensorInfo.chunks``.
 _Chunk = tuple[str, int]
 
 
@@ -49,7 +49,7 @@ class _Part(NamedTuple):
 
 
 class Chunks:
-    """The tensors that ``process`` writes its boxes of; ``directory``: for spilled boxes, made when there are any."""
+    """The tensors whose boxes ``process`` writes. ``directory``: for spilled boxes, created when needed."""
 
     def __init__(self, writer: OrbaxPart, directory: Path, process: int) -> None:
         self._writer = writer
@@ -64,7 +64,7 @@ class Chunks:
         self._infos[info.name] = info
 
     def add(self, name: str, box: Box, values: np.ndarray) -> None:
-        """Write what the box completes. ``values`` may be changed afterwards."""
+        """Write the chunks that the box completes. ``values`` may be changed afterwards."""
         info = self._infos[name]
         for number in _overlapping(info, box):
             chunk = info.chunks[number]
@@ -86,15 +86,15 @@ class Chunks:
             self._spill()
 
     def finish(self) -> None:
-        """Spill what still waits; no more boxes are added."""
+        """Spill the boxes that still wait; no boxes may be added after this."""
         self._spill()
         if self._spilled:
             (self._directory / f"{self._process}.json").write_text(json.dumps(self._spilled))
 
     def write_spilled(self, processes: Sequence[int]) -> None:
-        """After ``finish`` on all ``processes``: put together the chunks that fall to this one.
+        """After ``finish`` on all ``processes``: assemble and write the chunks that this process is responsible for.
 
-        Raises ``CheckpointError`` for a chunk of which no process had some elements.
+        Raises ``CheckpointError`` for a chunk with elements that no process had.
         """
         shared: defaultdict[_Chunk, list[_Part]] = defaultdict(list)
         for process in processes:
@@ -143,13 +143,13 @@ def _together(chunk: Box, dtype: np.dtype, parts: Iterable[tuple[Box, np.ndarray
 
 
 def _emptied(parts: list[tuple[Box, np.ndarray]]) -> Iterator[tuple[Box, np.ndarray]]:
-    """Each part is freed when it has been used: a chunk is not in memory twice."""
+    """Free each part after its use, so that a chunk is not in memory twice."""
     while parts:
         yield parts.pop()
 
 
 def _writer_of(parts: Sequence[_Part]) -> int:
-    """The process with most elements, the first of equal ones."""
+    """The process with the most elements; among equals, the first."""
     held: Counter[int] = Counter()
     for part in sorted(parts, key=lambda part: part.process):
         held[part.process] += part.box.numel
@@ -157,7 +157,7 @@ def _writer_of(parts: Sequence[_Part]) -> int:
 
 
 def _overlapping(info: TensorInfo, box: Box) -> Iterator[int]:
-    """Numbers of the chunks that have elements of the box."""
+    """Indices of the chunks that share elements with the box."""
     if not box.numel:
         return
     grid = info.chunks[0].sizes

@@ -1,4 +1,4 @@
-"""A train state as tensors of a checkpoint: declared, then written box by box from what this process's devices hold."""
+"""A train state as tensors of a checkpoint: declared, then written box by box from this process's devices."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.stored import BufferSlice
 from jax_impl.train_state import TrainState, whole_variables
 
-# Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.
+# Above this many bytes, chunks are chosen here: each of the writer's default chunks may need boxes of all devices.
 _SLABS = 8 << 20
 
 
 @dataclass(frozen=True)
 class Held:
-    """A shard that this process writes: its place in the array, and its values, on the host or on a device."""
+    """A shard that this process writes: its index in the array, and its values on the host or on a device."""
 
     index: tuple[slice, ...]
     data: Any
@@ -37,7 +37,7 @@ class Held:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """This process's own shards of an array, in memory of the host that nothing else changes."""
+    """This process's own shards of an array, in host memory that nothing else changes."""
 
     dtype: np.dtype
     shards: tuple[Held, ...]
@@ -49,7 +49,8 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Contents:
-    """``arrays``: by name (params, opt_state/mu, ...), arrays by key. ``whole``: arrays that every device has, by name.
+    """``arrays``: arrays by name (params, opt_state/mu, ...) and key. ``whole``: by name, arrays that every device
+    holds.
 
     ``fingerprint``: of names, shapes, dtypes and shardings.
     """
@@ -61,7 +62,7 @@ class Contents:
 
     @classmethod
     def of(cls, plan: ShardingPlan, state: TrainState) -> Contents:
-        """Raises ``ValueError`` for a state of another plan, or with something that no checkpoint can hold."""
+        """Raises ``ValueError`` for a state of another plan, or with a value that a checkpoint cannot hold."""
         _check_keys("weights", plan.arrays, state.weights)
         _check_keys("variables", plan.variables, state.variables)
         _check_arrays(plan, state.weights)
@@ -88,15 +89,15 @@ class Contents:
         return cls(plan, arrays, whole, hashlib.sha256(text.encode()).hexdigest())
 
     def on_host(self, *, first: bool) -> Contents:
-        """The same with copies of what this process writes, so that the state may change or be donated.
+        """The same with copies of the data that this process writes, so that the state may change or be donated.
 
-        Besides the copies no more than one array's shard is in host memory.
+        In addition to the copies, at most one array's shard is in host memory.
         """
         arrays = {
             name: {key: _host_copy(self.plan, array) for key, array in by_key.items()}
             for name, by_key in self.arrays.items()
         }
-        # The others need shapes and dtypes only.
+        # The other processes need only shapes and dtypes.
         whole = {
             name: np.array(local_value(value)) if first else np.empty(value.shape, value.dtype)
             for name, value in self.whole.items()
@@ -104,7 +105,7 @@ class Contents:
         return replace(self, arrays=arrays, whole=whole)
 
     def write(self, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
-        """``first``: whether this is the process that writes what every device has."""
+        """``first``: whether this process writes the arrays that every device holds."""
         for name, by_key in self.arrays.items():
             self._declare(writer, chunks, name, by_key)
         for name, piece in self.pieces():
@@ -117,7 +118,7 @@ class Contents:
                     writer.write(info.name, box, values[box.slices()])
 
     def pieces(self) -> Iterator[tuple[str, BufferSlice]]:
-        """Names of tensors, and pieces of them that this process writes."""
+        """The pieces that this process writes, each with the name of its tensor."""
         for name, by_key in self.arrays.items():
             for key, array in by_key.items():
                 for piece in _pieces(self.plan, key, array):
@@ -138,10 +139,10 @@ class Contents:
 
 
 def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """The chunk shape to wish for, None for the writer's own slabs of rows.
+    """The preferred chunk shape, or None for the writer's default slabs of rows.
 
-    Of the pjit engine's arrays that are cut along another axis than the first, the devices' shards. Of a stack, slabs
-    of rows of one layer.
+    If the pjit engine cut an array along another axis than the first, a chunk is a device's shard. For a stack, a chunk
+    is a slab of rows of one layer.
     """
     stored = plan.stored(key)
     if isinstance(stored, LogicalArray):
@@ -154,15 +155,15 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
 
 
 def _pieces(plan: ShardingPlan, key: str, array: jax.Array | HostCopy) -> Iterator[BufferSlice]:
-    """The pieces of parameters that this process holds; over all processes every element comes exactly once, but for
+    """The pieces of parameters that this process holds; over all processes every element occurs exactly once, except in
     repeated pieces.
 
-    Of a stack, layer by layer: all of it may be as large as the model.
+    A stack comes layer by layer, because a whole stack may be as large as the model.
     """
     stored = plan.stored(key)
     shards = _held(array)
     if stored.layers is not None:
-        # On the CPU a layer is on the host already.
+        # On the CPU a layer is already on the host.
         on_host = isinstance(array, HostCopy) or is_simulated(plan.mesh)
         layered: list[Any] = [np.asarray(shard.data) if on_host else _Layers(shard.data) for shard in shards]
         by_shard = [stored.pieces(shard.index, layers) for shard, layers in zip(shards, layered, strict=True)]
@@ -176,7 +177,7 @@ def _held(array: jax.Array | HostCopy) -> tuple[Held, ...]:
     """The shards that this process writes."""
     if isinstance(array, HostCopy):
         return array.shards
-    # An array keeps the host copies made of it for as long as it lives; this one does not live long.
+    # An array keeps its host copies as long as it lives, so the copies are made from a short-lived array.
     view = jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, [shard.data for shard in array.addressable_shards]
     )
@@ -187,14 +188,14 @@ def _host_copy(plan: ShardingPlan, array: jax.Array | HostCopy) -> HostCopy:
     shards = []
     for shard in _held(array):
         values = np.asarray(shard.data)
-        # Of memory that the host can address, NumPy gets a view.
+        # NumPy gets a view, not a copy, of memory that the host can address.
         shared = is_simulated(plan.mesh) or shard.data.sharding.memory_kind != "device"
         shards.append(Held(shard.index, values.copy() if shared else values))
     return HostCopy(np.dtype(array.dtype), tuple(shards))
 
 
 class _Layers:
-    """``data[layer, where]`` of a shard of a stack, of which one layer is on the host at a time."""
+    """``data[layer, where]`` for a shard of a stack; only one layer is on the host at a time."""
 
     def __init__(self, data: jax.Array) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""Moments that were saved in another format: read as float32, then stored as this optimizer stores them.
+"""Moments that were saved in another format are read as float32, then stored in this optimizer's format.
 
 ::
 
@@ -8,7 +8,7 @@
     opt_state/nu/<path>        float32                                       opt_state/nu/<path>        float8
                                                                              opt_state/nu_scale/<path>  float32
 
-Moments that were saved in this optimizer's own format are kept to the byte.
+Moments that were saved in this optimizer's own format are kept byte for byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VALUE = "/value"
 
 
 class DecodedMoments(TreeReader):
-    """A checkpoint as if its moments had been saved in float32; ``kept``: names of those that stay as they are."""
+    """A checkpoint as if its moments had been saved in float32. ``kept``: names of the moments that stay unchanged."""
 
     def __init__(self, reader: TreeReader, tree: str, kept: Collection[str] = ()) -> None:
         self._stored = reader
@@ -79,7 +79,7 @@ class DecodedMoments(TreeReader):
 
 
 def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
-    """By the name of a moment with scales, the name of these; they may lie along another axis (``scaled.py``)."""
+    """The name of a moment's scales, by the moment's name; the scales may run along another axis (``scaled.py``)."""
     scales = {}
     for name, info in tensors.items():
         words = name.split("/")
@@ -102,7 +102,8 @@ def _is_of(name: str, moments: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class Conversion:
-    """``reader`` and ``optimizer``: what is read, and for which optimizer. ``converted``: its state as ``wanted``'s."""
+    """``reader`` and ``optimizer``: the tensors to read, and the optimizer that they fit. ``converted``: turns the
+    state of this optimizer into the state of the requested one."""
 
     reader: TreeReader
     optimizer: optax.GradientTransformation
@@ -117,10 +118,10 @@ def conversion(
     opt_state: Any,
     tree: str,
 ) -> Conversion:
-    """``weights``, ``opt_state``: the abstract ones of ``optimizer``."""
+    """``weights``, ``opt_state``: the abstract weights and state of ``optimizer``."""
     expected = state_tensors(plan, weights, opt_state)
     if not isinstance(optimizer, MainWeightTransformation):
-        # Values are cast where they are placed.
+        # The values are cast when they are placed.
         kept = _kept_by_others(reader, plan, expected, tree)
         return Conversion(DecodedMoments(reader, tree, kept), optimizer, lambda state: state)
     kept = {name for name in optimizer.formats if _same_format(name, expected, reader.tensors, tree)}
@@ -132,7 +133,7 @@ def conversion(
     def converted(state: Any) -> Any:
         changed: dict[str, Any] = {}
         for name, moment_format in others.items():
-            # Nothing else holds these, so that each array goes when it is converted.
+            # Nothing else references these arrays, so each one is freed when it has been converted.
             values = getattr(state, name)
             changed[name], changed[name + SCALE] = _encoded(plan, moment_format, values, state.count)
         return replace(state, **changed)
@@ -143,7 +144,7 @@ def conversion(
 def _kept_by_others(
     reader: TreeReader, plan: ShardingPlan, expected: Mapping[str, ShapeDtype], tree: str
 ) -> set[str]:
-    """Names of the moments with scales inside of an optimizer's state, which no other format is turned into."""
+    """Names of the moments with scales inside another optimizer's state; no other format can be converted to these."""
     scaled = set()
     for name in expected:
         words = name.split("/")
@@ -155,10 +156,11 @@ def _kept_by_others(
     others = sorted((scaled - kept) & saved)
     if others:
         raise CheckpointError(
-            f'{reader.path}: moments="convert": expected {", ".join(others)} as this optimizer stores them, in the '
-            "same dtype and with the same scales, got another format, which is turned into one with scales only "
-            "where main_weight_adamw, main_weight_sgd or main_weight_muon is the optimizer itself, not a part of "
-            'another (optax.chain): load for it alone, or begin with fresh moments by moments="same", strict=False'
+            f'{reader.path}: moments="convert": expected {", ".join(others)} in this '
+            "optimizer's format, with the same dtype and the same scales, got another format. Conversion to a format "
+            "with scales works only if main_weight_adamw, main_weight_sgd or main_weight_muon is the whole "
+            "optimizer, not a part of another (optax.chain): load for that optimizer alone, or begin with fresh "
+            'moments by moments="same", strict=False'
         )
     return kept
 
@@ -166,7 +168,7 @@ def _kept_by_others(
 def _same_format(
     moment: str, expected: Mapping[str, ShapeDtype], stored: Mapping[str, TensorInfo], tree: str
 ) -> bool:
-    """Whether all of a moment was saved as this optimizer stores it."""
+    """Whether a moment was saved completely in this optimizer's format."""
     saved = {
         name: ShapeDtype(info.shape, info.dtype)
         for name, info in stored.items()
@@ -176,7 +178,7 @@ def _same_format(
 
 
 def _of_moment(moment: str, tensors: Mapping[str, ShapeDtype]) -> dict[str, ShapeDtype]:
-    """By what comes behind the place of the optimizer's own state."""
+    """By the part of the name that follows the path of the optimizer's own state."""
     return {
         f"/{word}/" + rest.removesuffix(_VALUE): tensor
         for name, tensor in tensors.items()
@@ -191,8 +193,8 @@ def _encoded(
     values: dict[str, Any],
     count: jax.Array,
 ) -> tuple[Any, Any]:
-    """The two trees of a moment whose ``values``, in the dtype of the weights, are used up."""
-    # Muon has moments by path.
+    """The two trees of a moment. Consumes ``values``, which have the dtype of the weights."""
+    # Muon stores its moments by path.
     arrays = PlanMoments(plan) if values.keys() <= plan.trainable else ParameterMoments(plan)
     shapes: dict[str, Any] = {
         key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in values.items()

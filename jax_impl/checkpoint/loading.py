@@ -1,6 +1,6 @@
-"""Loading a checkpoint onto any plan: ours in any format, or one that another JAX program saved by stock Orbax.
+"""Load a checkpoint onto any plan: our own in any format, or one that another JAX program saved with stock Orbax.
 
-``matching.py`` says which stored tensor is which, ``placing.py`` reads each device's boxes of those.
+``matching.py`` matches stored tensors to the plan's; ``placing.py`` reads the boxes of each device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from jax_impl.train_state import TrainState, initial_moments, place_variables, t
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What ``load_checkpoint`` returns.
+    """The result of ``load_checkpoint``.
 
     ``state``: ready for a train step made with the same plan and optimizer. ``train``: the nested dict that was saved,
-    with ints for 0-d integers and NumPy arrays for the rest; no value went through JAX, which would cut 64-bit ones. A
-    ``step`` beside another program's trees is there, too. ``objects``: values that are no arrays, by tree path, such as
-    the hyperparameters in a checkpoint that came from PyTorch. Not used here; give them to ``save_checkpoint`` to keep
-    them. ``fresh``: tensors that the checkpoint lacked, by the names that ``save_checkpoint`` gives: moments as
-    ``optimizer.init`` makes them, weights and variables as the caller gave them. ``ignored``: the checkpoint's tensors
-    that were not read.
+    with ints for 0-d integers and NumPy arrays for the rest. No value goes through JAX, which would truncate 64-bit
+    values. If another program saved a ``step`` next to its trees, ``train`` contains that, too. ``objects``: values
+    that are not arrays, by tree path, such as the hyperparameters in a checkpoint from PyTorch. A load does not use
+    them; pass them to ``save_checkpoint`` to keep them. ``fresh``: tensors that the checkpoint lacked, by their names
+    in ``save_checkpoint``: moments from ``optimizer.init``, weights and variables from the caller. ``ignored``: the
+    checkpoint's tensors that were not read.
     """
 
     state: TrainState
@@ -68,50 +68,51 @@ def load_checkpoint(
     mapping: AnyMapping | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint onto the plan's devices, whoever saved it on however many: Orbax, DCP or safetensors.
+    """Load an Orbax, DCP or safetensors checkpoint onto the plan's devices, however many devices saved it.
 
-    Also those of ordinary JAX programs: a tree of parameters at the top or below ``params`` or ``model``, states of nnx
-    modules and optimizers, linen train states, optax states. Names, shapes and dtypes are all checked before any data
-    is read; no code in the checkpoint is executed.
+    Checkpoints of ordinary JAX programs load, too: a tree of parameters at the top or below ``params`` or ``model``,
+    states of nnx modules and optimizers, linen train states, optax states. All names, shapes and dtypes are checked
+    before any data is read; no code in the checkpoint is executed.
 
-    Each of several processes calls this and reads what its devices need; an error on one of them is raised on all.
-    Extra host memory: one device's part of one unit, as which a stack counts, and under 150 MiB for what is being read.
-    A save that is still pending is waited for first, and raises if it failed and nobody was told.
+    Every process calls this and reads the data that its devices need; an error on one process is raised on all. Extra
+    host memory: one device's part of one unit (a stack counts as one unit), and under 150 MiB of read buffers. The load
+    first waits for a pending save, and raises if that save failed and its error was not raised yet.
 
     Args:
-        path: the checkpoint, or a directory of steps, of which the latest that is complete is taken.
-        plan: from ``fully_shard`` or ``plan_sharding``, of the model that was saved.
-        optimizer: the one that the run goes on with. None: weights only, with ``opt_state`` None in the result.
-        like: a state of this plan and optimizer, in whose kinds of memory (``pinned_host``) arrays are placed; by
-            default all are in the devices' own. ``abstract_state(plan, optimizer, offload=...)`` will do.
-        step: the number of another step to take.
-        strict: whether the checkpoint must have this plan's and optimizer's tensors and no others. If False, tensors
-            that nothing asks for are ignored, and moments that are missing, or of another shape or dtype, are fresh
-            ones. Moments that fit are kept for another optimizer, too, at any place in a chain. A parameter's
-            moments are kept together, and with their count, or not at all. Weights must be there in their shapes,
-            unless ``initial`` has others; in another floating dtype they are cast. Where a moment is fresh, a device
-            holds the moments of ``optimizer.init`` besides the loaded ones for the while.
-        initial: weights of this plan, or a state. Copies of its weights and variables are taken where the checkpoint
-            has none or those of another shape, with fresh moments. Needs ``strict=False``, and a checkpoint with at
-            least one of the weights; the result's ``fresh`` names what was taken.
-        variables: ``variable_leaves(model)``, for those variables that the checkpoint lacks; if not strict, also for
-            those that are of another shape or dtype. Default: those of a state that ``initial`` is.
-        tree: the place of the weights in a checkpoint that has several models', such as "student" or "ema/params". The
-            tree is searched like a whole checkpoint; an optimizer's state may also be beside it. All else is ignored.
-        moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
-            those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
-            for the while. Moments with scales of an optimizer inside of another (a chain) are kept or refused.
-        mapping: a family's name, a file or a table (``bridge.core.mapping``) between the names and layouts of the
-            checkpoint, of any format, and those of the plan. Only what a device's boxes are made of is read for it.
-            Moments with scales of another model's rows need ``moments="convert"``.
-        timeout: seconds that processes wait for one another.
+        path: the checkpoint, or a directory of steps, from which the latest complete step is loaded.
+        plan: from ``fully_shard`` or ``plan_sharding``, for the model that was saved.
+        optimizer: the optimizer with which the run continues. None: load only weights; ``opt_state`` of the result is
+            None.
+        like: a state of this plan and optimizer; each array is placed in the same kind of memory (``pinned_host``) as
+            its counterpart, by default in device memory. ``abstract_state(plan, optimizer, offload=...)`` is enough.
+        step: the number of the step to load instead of the latest.
+        strict: whether the checkpoint must have exactly the tensors of this plan and optimizer. If False, unused
+            tensors are ignored, and moments that are missing, or have another shape or dtype, start fresh. Moments that
+            fit are also kept for another optimizer, at any position in a chain. A parameter's moments are kept together
+            with their count, or not at all. Weights must exist with the right shapes, unless ``initial`` has
+            replacements; another floating dtype is cast. If any moment is fresh, a device temporarily holds the moments
+            of ``optimizer.init`` in addition to the loaded ones.
+        initial: weights of this plan, or a state. Where the checkpoint lacks weights or variables, or has them in
+            another shape, the load copies ``initial``'s and starts fresh moments. Needs ``strict=False``, and a
+            checkpoint with at least one of the weights; the result's ``fresh`` names the copied tensors.
+        variables: ``variable_leaves(model)``, used for variables that the checkpoint lacks; if not strict, also for
+            variables of another shape or dtype. Default: the variables of ``initial``, if ``initial`` is a state.
+        tree: the path of the weights in a checkpoint with several models, such as "student" or "ema/params". The tree
+            is searched like a whole checkpoint; an optimizer's state may also be next to it. The rest is ignored.
+        moments: "same": the moments must have this optimizer's dtypes and scales. "convert": moments in another format
+            are decoded and stored in this optimizer's format; a device temporarily holds them in float32. Inside
+            another optimizer (a chain), moments with scales are kept or refused, never converted.
+        mapping: a family's name, a file or a table (``bridge.core.mapping``) that translates the checkpoint, in any
+            format, to the plan's names and layouts. Each device reads only the elements of its own boxes. Moments whose
+            scales belong to another model's rows need ``moments="convert"``.
+        timeout: seconds that processes wait for each other.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: no directory at ``path``.
-        ValueError: another word for ``moments``; ``variables`` of another model, ``like`` of another plan or optimizer,
-            ``initial`` of another plan, donated or with ``strict``.
-        CheckpointError: damaged, of another format, or of another model or optimizer (the differences are listed);
-            without the step, or any complete one; or another process failed or was not heard of.
+        FileNotFoundError, NotADirectoryError: ``path`` is not a directory.
+        ValueError: an unknown ``moments``; ``variables`` of another model; ``like`` of another plan or optimizer;
+            ``initial`` of another plan, already donated, or together with ``strict``.
+        CheckpointError: the checkpoint is damaged, or belongs to another format, model or optimizer (the error lists
+            the differences); the step, or any complete step, is missing; another process failed or did not answer.
     """
     processes = Processes(plan.mesh, "load", timeout)
     with processes.step("choose") as chosen:
@@ -120,10 +121,10 @@ def load_checkpoint(
         initial_values = _initial_values(plan, initial, variables, strict=strict)
         directory = path_here(path)
         chosen.claim = f"the path {directory}, step={step!r}"
-        # What this run is still saving is what it means to load.
+        # The caller wants the checkpoint that this run is still saving.
         pending.settle()
         if processes.first:
-            # Saves may end meanwhile: the others take what the first one saw.
+            # A save may end meanwhile: the other processes load the step that the first process saw.
             chosen.shared = os.path.relpath(choose_step(directory, step), directory)
     directory = directory / chosen.shared
     with processes.step("read"):
@@ -136,7 +137,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _InitialValues:
-    """The caller's values for what a checkpoint lacks; None: none."""
+    """The caller's values for tensors that a checkpoint lacks, or None."""
 
     weights: Buffers | None
     variables: Variables | None
@@ -160,16 +161,16 @@ def _initial_values(
         return _InitialValues(None, None if variables is None else place_variables(plan, variables))
     if strict:
         raise ValueError(
-            "initial: expected strict=False with it: a strict load keeps nothing, got strict=True"
+            "initial: expected strict=False, since a strict load takes no initial values, got strict=True"
         )
     if variables is None and isinstance(initial, TrainState):
-        # Copies, because a step may be given all of either state (donated).
+        # Copies, because a step may donate either state.
         variables = {path: jnp.copy(value) for path, value in initial.variables.items()}
     weights = initial.weights if isinstance(initial, TrainState) else initial
     if weights.keys() != plan.arrays.keys():
         raise ValueError(
-            f"initial: expected the plan's weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}: "
-            "init_state, or fully_shard, gives them"
+            f"initial: expected the plan's weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}: init_state or "
+            "fully_shard returns them"
         )
     for key, array in weights.items():
         if not isinstance(array, jax.Array) or array.dtype != plan.arrays[key].dtype:
@@ -245,17 +246,17 @@ def _match(reader: TreeReader, wanted: Wanted) -> Match:
         if reader.format == "orbax":
             raise
         raise CheckpointError(
-            f"{error}. A {reader.format} checkpoint of another framework's model has other names and layouts: "
-            "translate it by `twinshard convert SRC DST --to orbax --mapping NAME`"
+            f"{error}. A {reader.format} checkpoint from another framework has other names and layouts: translate it "
+            "by `twinshard convert SRC DST --to orbax --mapping NAME`"
         ) from error
 
 
 def _checked_impls(
     reader: TreeReader, plan: ShardingPlan, sources: Mapping[str, str], saved: object
 ) -> Mapping[str, str]:
-    """The implementations of the plan's random keys, which those of the checkpoint's keys were found to be.
+    """The implementations of the plan's random keys, after a check that the checkpoint's keys have the same ones.
 
-    saved: what the checkpoint notes of them; keys that stock Orbax saved have their own in their type.
+    saved: the implementations that the checkpoint records; keys that stock Orbax saved record theirs in their type.
     """
     impls = key_impls(plan)
     typed = {
@@ -271,7 +272,7 @@ def _checked_impls(
 def _abstract(
     plan: ShardingPlan, optimizer: optax.GradientTransformation | None
 ) -> tuple[dict[str, Any], Any]:
-    """Weights and optimizer state without values."""
+    """Abstract weights and optimizer state, without values."""
     weights: dict[str, Any] = {
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for key, stored in plan.arrays.items()
     }
@@ -298,6 +299,7 @@ def _memory_kinds(plan: ShardingPlan, state: TrainState, like: TrainState | None
 
 
 def _in_the_way(path: TreePath, tensors: Mapping[str, Any]) -> bool:
-    """Whether an object, such as the None of an empty part of a chain, is where the plan's next save has tensors."""
+    """Whether an object, such as the None of an empty part of a chain, has a path where the plan's next save puts
+    tensors."""
     name = "/".join(map(str, path))
     return any(f"{tensor}/".startswith(f"{name}/") or name.startswith(f"{tensor}/") for tensor in tensors)

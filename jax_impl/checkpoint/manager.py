@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved every so often, the best and the latest kept."""
+"""The checkpoints of one run: save regularly, keep the best and the latest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax_impl.train_state import TrainState
 
 
 class CheckpointManager(StepManager):
-    """Saves and loads the steps of one run, a directory each; ``StepManager`` has the arguments and other methods.
+    """Saves and loads the steps of one run, one directory per step; ``StepManager`` documents the arguments and other
+    methods.
 
     Example::
 
@@ -46,14 +47,14 @@ class CheckpointManager(StepManager):
         mapping: AnyMapping | None = None,
         timeout: float = TIMEOUT,
     ) -> PendingSave:
-        """Save as ``<directory>/<step>``, then remove steps that are superseded; all processes call it.
+        """Save as ``<directory>/<step>``, then remove superseded steps; all processes call this.
 
-        ``metrics``: numbers by name, stored in the checkpoint's own directory; of several processes the first one's.
-        Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
-        ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
+        ``metrics``: numbers by name, stored in the checkpoint's own directory; the first process's are used. Other
+        arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``. Raises
+        ``ValueError`` for a step below 0, for metrics that are not numbers, and after ``close``.
         """
         processes = Processes(plan.mesh, "save", timeout)
-        # A number that only one process refuses is an error on all: the others would wait for it.
+        # If one process refuses a step number, all processes raise: the others would wait for that process.
         with processes.step("prepare") as prepared:
             path = self.path_of(step)
             prepared.claim = f"the path {path}"
@@ -69,11 +70,12 @@ class CheckpointManager(StepManager):
         step: int | None = None,
         **options: Any,
     ) -> LoadedCheckpoint:
-        """Load the latest complete step, or ``step``; all processes call it.
+        """Load the latest complete step, or ``step``; all processes call this.
 
-        ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
+        ``options``: keywords of ``load_checkpoint``; errors are the same. Raises ``CheckpointError`` if no step is
+        complete.
         """
-        # Together: a process that sees no step yet, on a slow file system, would leave the others waiting.
+        # All together: on a slow file system, a process that sees no step yet would leave the others waiting.
         with Processes(plan.mesh, "load", options.get("timeout", TIMEOUT)).step("prepare") as prepared:
             prepared.claim = f"the path {self.directory}"
             self.require_step()

@@ -1,10 +1,10 @@
-"""A train state under the other side of a mapping, for saving, and a checkpoint under the plan's own side, for loading.
+"""For saving, a train state under a mapping's other side; for loading, a checkpoint under the plan's own side.
 
 ::
 
     device 1:  params/mlp/up/kernel [0:40, 0:883]   ->   model.mlp.w13.weight [883:1766, 0:40]     m up -> (gate + up) m
 
-Each process translates the boxes that its devices hold. Nothing is gathered.
+Each process translates the boxes of its own devices. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Values = Mapping[tuple[str, ...], np.ndarray]
 
 
 class MappedContents:
-    """The tensors of a state as a mapping makes them, declared and written as those of `Contents`.
+    """The translated tensors of a state, declared and written in the same way as `Contents`.
 
-    kinds: of all tensors of the state. train, objects: by tree path. alone: whether no other process saves. Raises
-    ``CheckpointError`` where mapping and state do not fit.
+    expected: shapes and dtypes of all tensors of the state. train, objects: by tree path. alone: whether this is the
+    only process that saves. Raises ``CheckpointError`` if mapping and state do not fit.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MappedContents:
         return [[t.name, t.shape, t.dtype.name] for t in self._tensors()]
 
     def write(self, contents: Contents, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
-        """``contents``: those that this was made of, or copies. ``first``: as of ``Contents.write``."""
+        """``contents``: the contents given to the constructor, or copies. ``first``: as in ``Contents.write``."""
         names = {}
         for tensor in self._tensors():
             info = writer.add_tensor(tensor.path, tensor.shape, tensor.dtype)
@@ -87,16 +87,16 @@ class MappedContents:
             add(self._saved.moves(name, Box.whole(value.shape)), local_value(value))
 
     def _tensors(self) -> list[Any]:
-        """All but train values, which stay where they are."""
+        """All tensors except train values, which are not translated."""
         return [t for name, t in self._saved.tensors.items() if not name.startswith(_TRAIN)]
 
 
 def mapped_reader(
     reader: CheckpointReader, mapping: AnyMapping, expected: Mapping[str, ShapeDtype]
 ) -> LoadedAs:
-    """The checkpoint, in any format, under the names and in the layouts of a plan and optimizer, of these ``expected``.
+    """The checkpoint, in any format, with the names and layouts of a plan and optimizer, given by ``expected``.
 
-    Raises ``CheckpointError`` where mapping, plan and checkpoint do not fit.
+    Raises ``CheckpointError`` if mapping, plan and checkpoint do not fit.
     """
     tensors = {name: _info(name, tensor) for name, tensor in expected.items()}
     return LoadedAs(reader, RunState("orbax", _WHERE, tensors, {}, {}, lambda _: None), mapping)
@@ -107,7 +107,7 @@ def _info(name: str, tensor: ShapeDtype) -> TensorInfo:
 
 
 def _together(contents: Contents, name: str, tensor: ShapeDtype) -> np.ndarray:
-    """All of a tensor of which this process has all pieces."""
+    """The whole tensor; this process must have all its pieces."""
     whole = np.empty(tensor.shape, tensor.dtype)
     for tensor_name, piece in contents.pieces():
         if tensor_name == name:

@@ -1,14 +1,14 @@
-"""Which tensor of a checkpoint is which one of a plan's, whatever JAX program saved it.
+"""Match the tensors of a checkpoint, saved by any JAX program, to the tensors of a plan.
 
 ::
 
-    here                         there
+    plan                         checkpoint
     params/<path>                <path> below params, model, model/params, ..., or at the top
-    variables/<path>             <path> below variables, or where the weights are
+    variables/<path>             <path> below variables, or next to the weights
     opt_state/<name>/<path>      <name>/<path> below opt_state, optimizer/opt_state (``nnx.Optimizer``), ...
-    train/step                   step, beside any of these
+    train/step                   step, next to any of these
 
-In the state of an nnx module every name ends in ``/value``. ``roots.py`` finds the trees.
+In the state of an nnx module, every name ends in ``/value``. ``roots.py`` finds the trees.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from jax_impl.checkpoint.roots import (
     trees_of_weights,
 )
 
-_CONVERT = 'moments="convert" turns moments that were saved in another format into this optimizer\'s'
+_CONVERT = 'moments="convert" converts moments that were saved in another format'
 
 
 @dataclass(frozen=True)
 class Match:
-    """``sources``: the checkpoint's name of each tensor of the plan that it has. ``fresh``: the plan's other tensors.
+    """``sources``: the checkpoint's name for each plan tensor that it contains. ``fresh``: the plan's other tensors.
 
-    ``ignored``: the checkpoint's other tensors. ``step``: the name of a step number beside the trees.
+    ``ignored``: the checkpoint's other tensors. ``step``: the name of a step number next to the trees.
     """
 
     sources: Mapping[str, str]
@@ -54,12 +54,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a load asks of a checkpoint.
+    """The tensors that a load expects in a checkpoint.
 
-    ``tensors``: as ``names.state_tensors`` gives them. ``parameters``: their paths.
-    ``with_weights``, ``with_variables``: whether the caller has values for those that the
-    checkpoint lacks. ``tree``: which one has the weights, "" for whichever has most of them.
-    ``convert``: whether moments may be in another floating dtype.
+    ``tensors``: from ``names.state_tensors``. ``parameters``: paths of the parameters. ``with_weights``,
+    ``with_variables``: whether the caller has values for weights and variables that the checkpoint lacks. ``tree``: the
+    tree that contains the weights, "" for the tree with the most of them. ``convert``: whether moments may have another
+    floating dtype.
     """
 
     tensors: Mapping[str, ShapeDtype]
@@ -73,17 +73,17 @@ class Wanted:
 
 
 def match(path: Path, saved: Mapping[str, ShapeDtype], wanted: Wanted) -> Match:
-    """Compare names, then shapes, then dtypes, so that each error speaks of one kind of difference.
+    """Compare names, then shapes, then dtypes, so that each error reports one kind of difference.
 
-    ``saved``: the tensors of the checkpoint at ``path``, but ``train``. Raises ``CheckpointError`` for what is missing,
-    different or, if strict, unexpected.
+    ``saved``: the tensors of the checkpoint at ``path``, without ``train``. Raises ``CheckpointError`` for tensors that
+    are missing, different or, if strict, unexpected.
     """
     root = root_of_weights(saved, wanted.parameters, wanted.tree)
     sources = _sources(saved, wanted, root)
     step = step_beside(saved, sources.values(), wanted.tree)
     used = {*sources.values(), step}
     rest = [name for name in saved if name not in used]
-    # Going on with nothing but initial values is no load.
+    # A load that would use only initial values is an error.
     some = any(f"params/{p}" in sources for p in wanted.parameters) or not wanted.parameters
     missing = [
         name for name in wanted.tensors if name not in sources and not (some and _may_be_fresh(name, wanted))
@@ -99,7 +99,7 @@ def match(path: Path, saved: Mapping[str, ShapeDtype], wanted: Wanted) -> Match:
         hint = _hint_of_trees(saved, missing, unexpected, wanted, root)
         hint = hint or _hint_of_scales(missing, unexpected, wanted) or _hint(missing, wanted, some)
         raise CheckpointError(
-            f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: "
+            f"{path}: this seems to be a checkpoint of another model or optimizer. {hint}Missing: "
             f"{first_of(missing) or 'none'}; unexpected: {first_of(unexpected) or 'none'}"
         )
     for field in ShapeDtype._fields:
@@ -118,16 +118,16 @@ def match(path: Path, saved: Mapping[str, ShapeDtype], wanted: Wanted) -> Match:
             elif field == "dtype" and wanted.strict:
                 hint = "; strict=False casts floating-point weights"
             elif field == "shape" and not wanted.with_weights and wrong[0].startswith("params/"):
-                hint = "; strict=False with initial=state goes on with the state's own weights for these"
+                hint = "; strict=False with initial=state uses the state's own weights for these"
             raise CheckpointError(
-                f"{path}: tensors of another {field} than this model's: {first_of(wrong)}{hint}"
+                f"{path}: tensors with another {field} than this model's: {first_of(wrong)}{hint}"
             )
     fresh = tuple(name for name in wanted.tensors if name not in sources)
     return Match(sources, fresh, tuple(rest), step)
 
 
 def _may_be_cast(name: str, wanted: Wanted, saved: ShapeDtype) -> bool:
-    """Whether these are weights in another floating dtype, such as a bfloat16 copy for inference, or moments."""
+    """Whether the tensor is a weight in another floating dtype, such as a bfloat16 copy for inference, or a moment."""
     both = (wanted.tensors[name].dtype, saved.dtype)
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in both)
     if name.startswith("opt_state/"):
@@ -153,7 +153,7 @@ def _sources(saved: Mapping[str, ShapeDtype], wanted: Wanted, root: str) -> dict
         for name in list(sources):
             if _is_replaced(wanted, name, saved[sources[name]]):
                 del sources[name]
-        # Moments are of the weights that they were saved with.
+        # Moments belong to the weights with which they were saved.
         kept = {path for path in wanted.parameters if f"params/{path}" not in sources}
         moments = {
             n: k
@@ -170,20 +170,20 @@ def _sources(saved: Mapping[str, ShapeDtype], wanted: Wanted, root: str) -> dict
 
 
 def _comparable(tensor: ShapeDtype, wanted: Wanted) -> ShapeDtype:
-    """The same for all floating dtypes that a load converts."""
+    """The same value for all floating dtypes that a load can convert."""
     convertible = wanted.convert and jnp.issubdtype(tensor.dtype, jnp.floating)
     return ShapeDtype(tensor.shape, np.dtype(np.float32)) if convertible else tensor
 
 
 def _is_replaced(wanted: Wanted, name: str, saved: ShapeDtype) -> bool:
-    """Whether the caller's own value is taken, because the checkpoint's does not fit."""
+    """Whether the caller's own value is used, because the checkpoint's value does not fit."""
     if name.startswith("variables/"):
         return wanted.with_variables and saved != wanted.tensors[name]
     return name.startswith("params/") and wanted.with_weights and saved.shape != wanted.tensors[name].shape
 
 
 def _may_be_fresh(name: str, wanted: Wanted) -> bool:
-    """Whether a load goes on without the tensor."""
+    """Whether a load continues without the tensor."""
     if name.startswith("variables/"):
         return wanted.with_variables
     return not wanted.strict and (name.startswith("opt_state/") or wanted.with_weights)
@@ -196,21 +196,21 @@ def _hint_of_trees(
     wanted: Wanted,
     root: str,
 ) -> str:
-    """What to do where the weights are in trees that nobody chose, or in several."""
+    """Advice if the weights are in a tree that was not chosen, or in several trees."""
     trees = trees_of_weights(saved, wanted.parameters)
     others = [tree for tree in trees if tree and tree != root]
     lacking = any(name.startswith("params/") for name in missing)
     if not others or not (lacking or any(is_below(name, tree) for name in unexpected for tree in others)):
         return ""
     where = " and ".join(repr(tree) if tree else "the top" for tree in trees)
-    rest = "" if lacking else f", or strict=False takes {root or 'the top'!r} and ignores the rest"
+    rest = "" if lacking else f", or use strict=False, which takes {root or 'the top'!r} and ignores the rest"
     return (
         f"It has this model's weights in {where}: choose by load_checkpoint(..., tree={others[0]!r}){rest}. "
     )
 
 
 def _hint_of_scales(missing: Collection[str], unexpected: Collection[str], wanted: Wanted) -> str:
-    """What to do where nothing but scales tells two formats of moments apart."""
+    """Advice if two formats of moments differ only in their scales."""
     differing = [*missing, *unexpected]
     only = all(any(word.endswith(SCALE) for word in name.split("/")) for name in differing)
     return f"Its moments are in another format: {_CONVERT}. " if only and not wanted.convert else ""
@@ -218,16 +218,14 @@ def _hint_of_scales(missing: Collection[str], unexpected: Collection[str], wante
 
 def _hint(missing: list[str], wanted: Wanted, some: bool) -> str:
     if any(name.startswith("params/") for name in missing):
-        return (
-            "strict=False with initial=state goes on with the state's own weights for these. " if some else ""
-        )
+        return "strict=False with initial=state uses the state's own weights for these. " if some else ""
     if any(name.startswith("variables/") for name in missing):
-        return "variables=jax_impl.variable_leaves(model) gives variables that a checkpoint lacks. "
-    return "strict=False goes on with what fits. "
+        return "variables=jax_impl.variable_leaves(model) supplies variables that a checkpoint lacks. "
+    return "strict=False continues with the tensors that fit. "
 
 
 def saved_tensors(tensors: Mapping[str, Any]) -> dict[str, ShapeDtype]:
-    """Shapes and dtypes of a checkpoint's tensors, but of those that the caller gave as ``train``."""
+    """Shapes and dtypes of a checkpoint's tensors, except those that the caller passed as ``train``."""
     return {
         name: ShapeDtype(info.shape, info.dtype)
         for name, info in tensors.items()

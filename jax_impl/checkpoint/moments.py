@@ -1,15 +1,15 @@
-"""The moments of another optimizer that fit: which part of a saved optimizer state is which part of this one's.
+"""Match the parts of a saved optimizer state, perhaps of another optimizer, to the parts of this optimizer's state.
 
-A part is what one transformation keeps: its arrays by parameter, and numbers that belong to them::
+A part is the state of one transformation: its arrays by parameter, and the numbers that belong to them::
 
     chain(clip, adamw)         1/0  count mu nu    ->    ""  count mu nu     main_weight_adamw
     adamw with a schedule      0    count mu nu    ->    ""
                                2    count
 
-All numbers of a part are taken, or nothing of it. All moments of a parameter are taken, or none: new second moments
-with old first ones would make its first steps far too large. Moments with scales (``mu_scale`` for ``mu``) fit
-others with scales only. The more kinds of arrays two parts share, and the more of their places' ends, the better they
-fit; positions in a chain may differ.
+Either all numbers of a part are taken, or nothing of that part. Either all moments of a parameter are taken, or none:
+new second moments with old first moments would make the first steps far too large. Moments with scales (``mu_scale``
+for ``mu``) fit only moments with scales. Two parts fit better if they share more kinds of arrays, and a longer end of
+their paths; positions in a chain may differ.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from collections.abc import Collection, Mapping
 
 from jax_impl.checkpoint.names import ShapeDtype
 
-# What is kept under a part: the last word of its name, and whether it is kept for each parameter.
+# An entry of a part: the last word of its name, and whether there is one for each parameter.
 _Key = tuple[str, bool]
 _Node = tuple[str, ...]
 _Part = dict[_Key, dict[str, tuple[str, ShapeDtype]]]
 _NUMBERS = ""
 SCALE = "_scale"
-"""What the name of the scales of a moment has behind that of the moment."""
+"""The suffix that turns a moment's name into the name of its scales."""
 Tensors = Mapping[str, tuple[str, ShapeDtype]]
 
 
 def match_moments(expected: Tensors, stored: Tensors, parameters: Collection[str]) -> dict[str, str]:
-    """The name of the saved tensor for each expected one that has one of its shape and dtype.
+    """The name of the saved tensor for each expected tensor that has a match of the same shape and dtype.
 
-    ``expected``, ``stored``: full name and kind, by the name inside of the optimizer state.
+    ``expected``, ``stored``: full name, shape and dtype, by the name inside the optimizer state.
     """
     own, saved = _parts(expected, parameters), _parts(stored, parameters)
     sources: dict[str, str] = {}
@@ -53,13 +53,13 @@ def _parts(tensors: Tensors, parameters: Collection[str]) -> dict[_Node, _Part]:
 
 
 def parameter_of(name: str, parameters: Collection[str]) -> str:
-    """The path of the parameter that a tensor of an optimizer's state belongs to, "" for a number."""
+    """The path of the parameter to which a tensor of an optimizer's state belongs, "" for a number."""
     words = name.split("/")
     return next((path for i in range(len(words)) if (path := "/".join(words[i:])) in parameters), "")
 
 
 def _shared(part: _Part, stored: _Part) -> dict[str, str]:
-    """Sources of all numbers of a part, and of all moments of those parameters that have all of them."""
+    """Sources of all numbers of a part, and of the moments of each parameter whose moments are complete."""
     by_path: defaultdict[str, dict[str, str | None]] = defaultdict(dict)
     for key, tensors in part.items():
         for path, (name, tensor) in tensors.items():
@@ -69,7 +69,8 @@ def _shared(part: _Part, stored: _Part) -> dict[str, str]:
     complete = {
         path: own_sources for path, own_sources in by_path.items() if None not in own_sources.values()
     }
-    # Numbers have no path. Bias is corrected for the steps that a count says: it must be the one of just these moments.
+    # Numbers have no path. Bias correction depends on the step count, so the count must belong to exactly these
+    # moments.
     if (_NUMBERS in by_path and _NUMBERS not in complete) or (
         len(by_path) > 1 and complete.keys() == {_NUMBERS}
     ):
@@ -87,7 +88,7 @@ def _has_scales(part: _Part, key: _Key, path: str) -> bool:
 
 
 def _pairs(own: dict[_Node, _Part], saved: dict[_Node, _Part]) -> list[tuple[_Node, _Node]]:
-    """Each part with the one that fits it best, of which no other part is as good; best pairs first."""
+    """Each part with its best match, if that match is unique; best pairs first."""
     scores = {
         (node, other): (
             len(part.keys() & stored.keys()),
@@ -106,7 +107,7 @@ def _pairs(own: dict[_Node, _Part], saved: dict[_Node, _Part]) -> list[tuple[_No
         for node, other in tied:
             if sum(node == pair[0] or other == pair[1] for pair in tied) == 1:
                 pairs.append((node, other))
-        # Those that are tied have no better partner left, so they are left out with all that they could be.
+        # Tied parts have no better partner left, so they are left out together with all their candidates.
         gone, taken = {node for node, _ in tied}, {other for _, other in tied}
         scores = {p: score for p, score in scores.items() if p[0] not in gone and p[1] not in taken}
     return pairs
@@ -117,7 +118,7 @@ def _common_end(a: _Node, b: _Node) -> int:
 
 
 def _alike(a: _Node, b: _Node) -> bool:
-    """Whether two places have the same words, as far as both have any; positions in chains are none."""
+    """Whether one path's words are the end of the other's; positions in chains do not count as words."""
     first, second = ([word for word in words if not word.isdigit()] for words in (a, b))
     shorter = min(len(first), len(second))
     return first[len(first) - shorter :] == second[len(second) - shorter :]

@@ -1,15 +1,15 @@
-"""What a train state is called in a checkpoint.
+"""The names of a train state's tensors in a checkpoint.
 
 ::
 
-    params/<path>                   main weights, one array a parameter
-    opt_state/<name>/<path>         every dict of arrays by key in the optimizer's state: mu, nu, of a chain 0/mu
+    params/<path>                   main weights, one array per parameter
+    opt_state/<name>/<path>         every dict of arrays by key in the optimizer's state: mu, nu; 0/mu in a chain
     opt_state/<name>_scale/<path>   float32 scales of moments in low precision: shape (*shape[:-1], 1)
     opt_state/<name>                every other leaf: count
     variables/<path>                the model's other variables; random keys as their uint32 data
     train/...                       the caller's values
 
-Parameters without moments (frozen, or left out by ``optax.masked``) have none in the checkpoint.
+Parameters without moments (frozen, or excluded by ``optax.masked``) have no moments in the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bridge.core.text import first_of
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
-# Random keys are saved as numbers; the object of this name tells their algorithms.
+# Random keys are saved as numbers; the object with this name records their algorithms.
 KEY_IMPLS: TreePath = ("random_key_impls",)
 
 
@@ -36,7 +36,7 @@ class ShapeDtype(NamedTuple):
 
 
 def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
-    """Arrays by key, or a single one, by name, of an optimizer state, abstract or not."""
+    """The entries of an optimizer state, abstract or not, by name: arrays by key, or a single array."""
     entries: dict[str, Any] = {}
     for keys, leaf in jax.tree.leaves_with_path(opt_state):
         located = plan.locate_buffer(keys, leaf)
@@ -48,14 +48,14 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
             entries[name] = leaf
         else:
             raise ValueError(
-                f"optimizer state {name!r}: expected an array for each of the weights', or a named one that is whole "
+                f"optimizer state {name!r}: expected an array for each weight array, or a named array that is whole "
                 f"on every device, got {leaf.dtype} of shape {leaf.shape}"
             )
     return entries
 
 
 def _is_cut(leaf: Any) -> bool:
-    """Whether an array is cut over devices, in a way that only its optimizer knows."""
+    """Whether an array is sharded over devices in a way that only its optimizer knows."""
     return isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
 
 
@@ -65,7 +65,7 @@ def parts_of(keys: tuple[Any, ...]) -> list[str]:
 
 
 def state_tensors(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, ShapeDtype]:
-    """Shape and dtype of every array that a checkpoint of this plan and optimizer has, besides ``train``.
+    """Shape and dtype of every array in a checkpoint of this plan and optimizer, except ``train``.
 
     ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
     """
@@ -102,13 +102,14 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
         impls.update({path: str(jax.random.key_impl(key)) for path, key in keys.items()})
 
     keys = {path: variable for path, variable in plan.variables.items() if is_key(variable)}
-    # Only arrays tell their algorithm, not dtypes.
+    # Only arrays know their algorithm; dtypes do not.
     jax.eval_shape(note, {path: jax.ShapeDtypeStruct(key.shape, key.dtype) for path, key in keys.items()})
     return impls
 
 
 def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: object) -> None:
-    """``saved``: the algorithms as a checkpoint has them; of keys that others saved, only the size is known."""
+    """``saved``: the algorithms that a checkpoint records; for keys that other programs saved, only the size is
+    known."""
     noted = saved if isinstance(saved, Mapping) else {}
     wrong = [
         f"variables/{path} (expected {impl}, got {noted[path]})"
@@ -117,15 +118,15 @@ def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: obje
     ]
     if wrong:
         raise CheckpointError(
-            f"{reader.path}: random keys of another algorithm than this model's: {first_of(wrong)}; make the model "
-            "with keys of that algorithm (jax_default_prng_impl)"
+            f"{reader.path}: random keys whose algorithm differs from this model's: {first_of(wrong)}; build the "
+            "model with keys of that algorithm (jax_default_prng_impl)"
         )
 
 
 def train_tensors(
     train: Mapping[str, Any], parents: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Tree path and array of every value; ``ValueError`` for one that cannot be kept, by name."""
+    """Tree path and array of every value; raises ``ValueError`` that names a value which cannot be saved."""
     for key, value in train.items():
         path = (*parents, key)
         name = "/".join(map(str, ("train", *path)))

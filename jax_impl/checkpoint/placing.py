@@ -1,4 +1,4 @@
-"""Stored tensors into a plan's arrays: each device's boxes are read, one shard at a time."""
+"""Read stored tensors into a plan's arrays: each device's boxes, one shard at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 @dataclass(frozen=True)
 class Tensors:
-    """``names``: the stored name of each tensor of the plan that is stored."""
+    """``names``: the stored name of each plan tensor that the checkpoint contains."""
 
     reader: TreeReader
     plan: ShardingPlan
     names: Mapping[str, str]
 
     def weights(self, expected: Buffers, initial: Buffers | None, memory: Mapping[str, str]) -> Buffers:
-        """Arrays in the place of the abstract ones; ``initial`` has the parameters that are not stored."""
+        """Arrays that replace the abstract ones; ``initial`` supplies the parameters that are not stored."""
         lacking = {
             info.key for path, info in self.plan.parameters.items() if f"params/{path}" not in self.names
         }
@@ -40,7 +40,7 @@ class Tensors:
         }
 
     def array(self, name: str, key: str, dtype: np.dtype, fresh: jax.Array | None = None) -> jax.Array:
-        """The array ``key`` of ``name``; ``fresh`` has what is not stored."""
+        """The array ``key`` of ``name``; ``fresh`` supplies the values that are not stored."""
         stored, sharding = self.plan.stored(key), self.plan.sharding(key)
         devices: defaultdict[str, list[jax.Device]] = defaultdict(list)
         indices: dict[jax.Device, Any] = dict(sharding.addressable_devices_indices_map(stored.shape))
@@ -52,14 +52,14 @@ class Tensors:
             own = np.asarray(shards[shown].data) if shown in shards else None
             kept = {} if own is None else {(p.path, p.offsets): p.values for p in stored.pieces(index, own)}
             values = stored.shard(index, dtype, partial(self._box, name, kept))
-            # Waiting frees the host's copy of one shard before the next is read.
+            # Wait, so that the host's copy of one shard is freed before the next shard is read.
             placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[shown]])
         return jax.make_array_from_single_device_arrays(stored.shape, sharding, placed)
 
     def optimizer(self, opt_state: Any, fresh: Any, memory: Any) -> Any:
-        """Arrays in the place of the abstract ones of ``opt_state``; ``fresh``: the like with values, or None.
+        """Arrays that replace the abstract ones of ``opt_state``; ``fresh``: the same tree with values, or None.
 
-        ``memory``: the like with kinds of memory.
+        ``memory``: the same tree with kinds of memory.
         """
         spaces = jax.tree.leaves(memory)
         news: list[Any] = (
@@ -67,7 +67,7 @@ class Tensors:
         )
         leaves = []
         for number, (keys, leaf) in enumerate(jax.tree.leaves_with_path(opt_state)):
-            # A fresh array makes room for the one that takes its place.
+            # Free a fresh array when a loaded array replaces it.
             new, news[number] = news[number], None
             leaves.append(move(self._moment(keys, leaf, new), spaces[number]))
         return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
@@ -105,7 +105,7 @@ class Tensors:
 
     def _replicated(self, name: str) -> jax.Array:
         values = self.reader.read(self.names[name])
-        # Not device_put, which has all processes compare their values by a collective.
+        # Not device_put, because device_put makes all processes compare their values by a collective.
         return jax.make_array_from_callback(
             values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
         )

@@ -1,11 +1,11 @@
-"""Where in a checkpoint a program keeps weights, an optimizer's state and a step, by the names of the trees.
+"""Find the weights, the optimizer state and the step in a checkpoint by the names of its trees.
 
 ::
 
-    known words    params/<path>   model/params/<path>   opt_state/mu/<path>   step      found without being told
-    other words    student/<path>   teacher/params/<path>                                ``tree="student"`` says which
+    known words    params/<path>   model/params/<path>   opt_state/mu/<path>   step      found automatically
+    other words    student/<path>   teacher/params/<path>                                ``tree="student"`` chooses
 
-A chosen tree is searched like a whole checkpoint; what it lacks of an optimizer's state may be beside it.
+A chosen tree is searched like a whole checkpoint; missing parts of the optimizer state may be next to it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Collection, Iterator, Mapping
 
 from jax_impl.checkpoint.names import ShapeDtype
 
-# What programs call the trees that hold a model's parameters, and the trees around those; the first is the likeliest.
+# Usual names of trees that hold a model's parameters, and of the trees around them; the likeliest name comes first.
 _WEIGHTS = ("params", "model", "weights", "state", "train_state")
 _OPTIMIZER = ("opt_state", "optimizer")
 _VALUE = "value"
 
 
 def root_of_weights(names: Collection[str], parameters: Collection[str], tree: str) -> str:
-    """The tree below which most parameters are; of equal ones the outermost, or the one with the likeliest name.
+    """The tree that contains the most parameters; among equals, the outermost tree or the likeliest name.
 
-    ``tree``: below which to look, "" for anywhere.
+    ``tree``: the tree to search, "" for the whole checkpoint.
     """
 
     def rank(root: str) -> tuple[int, int, list[int]]:
@@ -40,7 +40,7 @@ def root_of_weights(names: Collection[str], parameters: Collection[str], tree: s
 
 
 def root_of_optimizer(names: Collection[str], tree: str) -> str:
-    """The innermost tree that is named for an optimizer, in ``tree`` if there is one; ``opt_state`` where none is."""
+    """The innermost tree that is named like an optimizer, preferably in ``tree``; ``opt_state`` if there is none."""
     words = (*_OPTIMIZER, *_WEIGHTS)
     for base in (tree, ""):
         roots = [
@@ -60,7 +60,7 @@ def is_of_optimizer(name: str, tree: str) -> bool:
 
 
 def step_beside(tensors: Mapping[str, ShapeDtype], used: Collection[str], tree: str) -> str | None:
-    """The outermost integer that is called step and is not inside of anything but known trees, or ``tree``."""
+    """The outermost integer that is called step and is only inside known trees or ``tree``."""
     words = (*_OPTIMIZER, *_WEIGHTS)
     numbers = [n for n, k in tensors.items() if n not in used and k.shape == () and k.dtype.kind in "iu"]
     for base in (tree, ""):
@@ -76,7 +76,7 @@ def step_beside(tensors: Mapping[str, ShapeDtype], used: Collection[str], tree: 
 
 
 def trees_of_weights(names: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Every tree, of whatever name, that has the parameters or most of them; "" is the top. None of an optimizer's."""
+    """Every tree, with any name, that has all or most parameters; "" is the top. Optimizer states do not count."""
     counts: Counter[str] = Counter()
     for name in names:
         for spelling in {name, name.removesuffix(f"/{_VALUE}")}:
@@ -93,7 +93,7 @@ def is_below(name: str, tree: str) -> bool:
 
 
 def _prefixes(name: str, words: Collection[str], tree: str) -> Iterator[str]:
-    """The roots of ``name`` in ``tree`` that have known words only."""
+    """The roots of ``name`` in ``tree`` that consist of known words only."""
     if not is_below(name, tree):
         return
     start = f"{tree}/" if tree else ""

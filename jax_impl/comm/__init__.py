@@ -1,1 +1,1 @@
-"""Meshes, collectives and agreement between processes."""
+"""Meshes, collectives, and agreement between processes."""

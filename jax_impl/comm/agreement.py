@@ -1,12 +1,12 @@
-"""Processes that save or load one checkpoint together: a step that fails on one fails on all.
+"""Let processes save or load one checkpoint together: a step that fails on one process fails on all.
 
 ::
 
     process 0     step | outcomes of all ->  verdict  | next step, or raise
     process 1     step | outcome ^           v        | next step, or raise
 
-Outcomes travel through the key-value store of ``jax.distributed``: a collective of the devices would wait for ever for
-a process that raised, and could meet the collectives of a training step.
+Outcomes travel through the key-value store of ``jax.distributed``: a device collective would wait forever for a process
+that raised, and could be paired with a collective of a training step.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from bridge.core.formats import CheckpointError
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 900.0
-# Saves and loads begun so far by each set of processes in a lane: the same number on all of them, and so part of the
-# keys. What runs in the background has a lane of its own: in one lane, who begins has ended all that was begun before.
+# The number of saves and loads that each set of processes has begun in a lane. All processes agree on the number, so it
+# is part of the keys. Background work has a separate lane: in one lane, an operation begins after all earlier ones
+# ended.
 _BEGUN: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 _SHOWN = 2000
 
 
 class Step:
-    """``shared``: what the first process tells the others, set inside the step; on all of them after it.
+    """``shared``: a message of the first process to the others, set inside the step; all processes have it after the
+    step.
 
-    ``claim``: what all processes must have set alike inside the step, in the words of an error, such as a path.
+    ``claim``: a value that all processes must set equally inside the step, such as a path, in words for an error.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,11 @@ class Step:
 
 
 class Processes:
-    """The processes that hold the devices of a mesh, all of which save or load at once.
+    """The processes that hold the devices of a mesh; all of them save or load together.
 
-    ``action``: "save" or "load". ``timeout``: seconds to wait for one another in each step.
-    ``background``: whether steps may run in a thread; such operations follow each other, and others
-    go on meanwhile. Raises ``ValueError`` on a process without such devices.
+    ``action``: "save" or "load". ``timeout``: seconds to wait for each other in each step. ``background``: whether
+    steps may run in a thread; background operations run one after another, concurrently with foreground ones. Raises
+    ``ValueError`` on a process without such devices.
     """
 
     def __init__(self, mesh: Mesh, action: str, timeout: float, *, background: bool = False) -> None:
@@ -58,8 +60,8 @@ class Processes:
         self._steps = 0
         if self.index not in self.members:
             raise ValueError(
-                f"checkpoint: expected to be called by the processes that have devices of the mesh, {self.members}, "
-                f"got process {self.index}"
+                f"checkpoint: expected a call on a process that has devices of the mesh, one of {self.members}, got "
+                f"process {self.index}"
             )
         self._lane = "background" if background else "foreground"
         self._number = _BEGUN[self._lane, self.members]
@@ -67,7 +69,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process does what is done once."""
+        """Whether this process does the work that only one process does."""
         return self.index == self.members[0]
 
     @property
@@ -76,9 +78,9 @@ class Processes:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Work of this process; leaves when all have done theirs.
+        """The work of this process; the context ends when all processes have finished theirs.
 
-        Raises the error of this process, or ``CheckpointError`` naming the processes that failed or were not heard of
+        Raises the error of this process, or ``CheckpointError`` that names the processes that failed or did not answer
         in time.
         """
         step = Step()
@@ -103,7 +105,7 @@ class Processes:
             raise CheckpointError(f"checkpoint: {self._action}: {name}: {'; '.join(failed)}")
 
     def _exchange(self, step_name: str, error: str | None, step: Step) -> list[str]:
-        """What went wrong, on any process."""
+        """The failures of all processes."""
         client: Any = distributed.global_state.client
         everything = f"twinshard/{self._lane}/{'-'.join(map(str, self.members))}"
         here = f"{everything}/{self._number}/{self._steps}"
@@ -116,7 +118,7 @@ class Processes:
             if heard is None:
                 raise CheckpointError(
                     f"checkpoint: {step_name}: expected word from process {self.members[0]} within "
-                    f"{2 * self._timeout + 10:g} s, got none: it has died, hangs, or does not save or load"
+                    f"{2 * self._timeout + 10:g} s, got none: the process has died, hangs, or does not save or load"
                 )
             step.shared = heard["shared"]
             return list(heard["failed"])
@@ -128,7 +130,7 @@ class Processes:
                 lost.append(member)
             elif outcome["step"] != step_name:
                 failed.append(
-                    f"process {member}: expected to be at {step_name!r} like the others, got {outcome['step']!r}"
+                    f"process {member}: expected step {step_name!r} as on the others, got {outcome['step']!r}"
                 )
             elif outcome["error"] is not None:
                 failed.append(f"process {member}: {outcome['error']}")
@@ -138,17 +140,18 @@ class Processes:
                 )
         if lost:
             failed.append(
-                f"expected word from all processes within {self._timeout:g} s, got none from {lost}: they have died, "
-                "hang, or do not save or load"
+                f"expected word from all processes within {self._timeout:g} s, got none from {lost}: these "
+                "processes have died, hang, or do not save or load"
             )
         client.key_value_set(f"{here}/verdict", json.dumps({"shared": step.shared, "failed": failed}))
         if not lost and self._number:
-            # All have left the operation before, or they would not be here.
+            # All processes have left the previous operation, else they would not have reached this point.
             client.key_value_delete(f"{everything}/{self._number - 1}/")
         return failed
 
     def _get(self, client: Any, key: str, seconds: float) -> Any:
-        """A value from the store; None when it does not come in time, or its process is known to have died."""
+        """A value from the store; None if the value does not arrive in time, or if its process is known to have
+        died."""
         try:
             return json.loads(client.blocking_key_value_get(key, max(1, int(seconds * 1000))))
         except jax.errors.JaxRuntimeError:

@@ -1,15 +1,15 @@
-"""The collectives of one flat array between levels of sharding, the casts around them, and the
-fences between them.
+"""Collectives that move one flat array between levels of sharding, with the casts around them and the fences between
+them.
 
-Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not
-written. Levels are those of ``mesh.py``::
+All functions run inside ``shard_map`` with ``check_vma=False``, so JAX adds no implicit reduction. ``mesh.py`` defines
+the levels::
 
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
     level 2   |. .|. .|. .|. .|. .|. .|    gather up: outer axis      reduce-scatter down: outer axis
 
-On TPUs a shard travels as rows of 128 elements, the last one padded: XLA:TPU makes an all-reduce of
-a gather of 1-D shards of no multiple of 128 elements, and of every reduce-scatter of 1-D arrays.
+On TPUs a shard travels as rows of 128 elements, with the last row padded: XLA:TPU turns a gather of 1-D shards whose
+size is not a multiple of 128, and every reduce-scatter of 1-D arrays, into an all-reduce.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from jax_impl.comm.mesh import DataParallelMesh
 Tree = TypeVar("Tree")
 
 LANES = 128
-"""Elements in a row of the tiles in which TPUs hold arrays."""
+"""Elements in one row of the tiles in which TPUs store arrays."""
 
 
 def fence(tree: Tree) -> Tree:
-    """Every array of ``tree`` exists before any of the returned ones is used, and XLA moves nothing across."""
-    # XLA's CPU compiler deletes barriers unless told otherwise (simulate_devices), and then merges
-    # the gathers of forward and backward: of 9 in three unrolled layers 5 were left.
+    """All arrays of ``tree`` are computed before any returned array is used, and XLA moves no operation across the
+    fence."""
+    # XLA's CPU compiler deletes barriers unless a flag forbids that (simulate_devices), and then merges the gathers of
+    # forward and backward: for three unrolled layers, 5 of 9 gathers remained.
     return fence_some(tree, [True] * len(jax.tree.leaves(tree)))
 
 
 def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
-    """``fence`` for the leaves that are ``chosen``; the others stay as they are."""
+    """``fence`` for the ``chosen`` leaves; the other leaves stay unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
-    # Cotangents of integers are NumPy float0 arrays, which no operation accepts. Leaves that are
-    # not chosen must not go through: behind a barrier a constant is an array.
+    # Cotangents of integers are NumPy float0 arrays, which no operation accepts. Leaves that are not chosen must not
+    # pass the barrier: behind a barrier a constant becomes an array.
     real = [i for i, leaf in enumerate(leaves) if chosen[i] and leaf.dtype != jax.dtypes.float0]
     for i, passed in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = passed
@@ -51,38 +52,38 @@ def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
 
 
 def hold_until(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
-    """The same arrays, not before the scalar ``gate``, which is True.
+    """The same arrays, available only after the scalar ``gate``, which is True.
 
-    Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
+    This is not a barrier: XLA drops unused results of a barrier, and the dependences of these results with them.
     """
-    # Zeros, not the gate in the dtype of the array: with that, scanned layers of the pjit engine
-    # needed 1.15 of the memory of a step by hand on 8 GPUs.
-    # Zeros behind a fence: else XLA makes them one array with the zeros of a gradient that is
-    # scattered, such as a table's, and that array lies in memory (664 MB instead of 533).
+    # Zeros, not the gate cast to the array's dtype: with the cast, scanned layers of the pjit engine compiled for 8
+    # GPUs needed 1.15 times the memory of a step written by hand. The zeros are behind a fence: otherwise XLA merges
+    # them with the zeros of a scattered gradient, such as a table's gradient, into one array that stays in memory (664
+    # MB instead of 533 MB).
     zeros = fence({array.dtype: jnp.zeros((), array.dtype) for array in arrays})
     return tuple(jnp.where(gate, array, zeros[array.dtype]) for array in arrays)
 
 
 def gate_after(tree: Tree) -> jax.Array:
-    """True, a scalar that is computed from every array of numbers of ``tree``, for ``hold_until``.
+    """A scalar True that is computed from every numeric array of ``tree``, for ``hold_until``.
 
-    A barrier orders what XLA:CPU schedules, but not what it runs at once: after a loop with collectives, a collective
-    that reads nothing of the loop's results may start while others are still in the loop.
+    A barrier orders XLA:CPU's schedule, but not its concurrent execution: after a loop with collectives, a collective
+    that does not read the loop's results may start while other devices are still in the loop.
     """
     gate = fence(jnp.array(True))
     for leaf in jax.tree.leaves(tree):
         number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
         if leaf.size and number:
             element = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
-            # Unknown to the compiler is only that the gate is True; one operand of "or" is, so the
-            # result is, whatever the element holds.
+            # The compiler does not know that the gate is True. One operand of "or" is True, so the result is True for
+            # any element.
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             gate = jnp.logical_or(gate, jnp.isfinite(element) if is_float else element == 1)
     return gate
 
 
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
+    """A cast that always rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
     if dtype.itemsize < 4 and x.dtype != dtype:
         kept = jnp.finfo(dtype)
         # --xla_allow_excess_precision is on by default.
@@ -91,22 +92,23 @@ def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def divide_exactly(x: jax.Array, divisor: float | jax.Array) -> jax.Array:
-    """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into a product with its reciprocal."""
+    """Correctly rounded ``x / divisor``: XLA turns division by a plain scalar into multiplication by the reciprocal."""
     return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.asarray(divisor).astype(x.dtype))
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Mesh axes, and the dtypes of a group's array.
+    """The mesh axes and the dtypes of a group's array.
 
-    ``main``: at rest; ``compute``: in forward and backward, and as gathered; ``reduce``: while gradients are summed;
-    ``grad``: as accumulated over microbatches and given to the optimizer. An axis of one device takes no collective.
+    ``main``: dtype at rest; ``compute``: in gathers, forward and backward; ``reduce``: while gradients are summed;
+    ``grad``: for accumulation over microbatches and for the optimizer. An axis of one device needs no collective.
     ``in_rows``: shards travel as rows of ``LANES`` elements. ``float8``: the format in which the group is gathered
     instead (``bridge.core.sharding.policy.float8``).
 
-    Gradients are summed, and divided when they are in the grad dtype. Two cases take each axis's mean (``averages``),
-    as in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow: there what is to be
-    summed is divided. A grad dtype narrower than the reduce dtype would round twice: there sums are divided.
+    Gradients are summed, cast to the grad dtype, and then divided. Two cases take the mean over each axis instead
+    (``averages``), as in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow, so the
+    summands are divided. If the grad dtype is narrower than the reduce dtype, division after the cast would round
+    twice, so the sums are divided before the cast.
     """
 
     axes: DataParallelMesh
@@ -133,12 +135,11 @@ class Wire:
     def all_gather(self, shard: jax.Array, axes: Iterable[int], row: int | None = None) -> jax.Array:
         """``[S]`` -> ``[S * devices of axes]``, in the compute dtype; ``axes``: numbers, in the order of the gathers.
 
-        ``row``: in rows of so many elements, ``[devices of axes, S / row, row]``. The cast comes first, so fewer bytes
-        travel.
+        ``row``: return rows of this many elements, ``[devices of axes, S / row, row]``. The cast comes first, so fewer
+        bytes travel.
         """
         cast = self.cast(shard)
-        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN: as bytes it
-        # does.
+        # XLA's CPU compiler gathers float8 as float16, which loses some NaNs; bytes are gathered exactly.
         narrow = self.compute.itemsize == 1 and jnp.issubdtype(self.compute, jnp.floating)
         if narrow:
             cast = lax.bitcast_convert_type(cast, np.uint8)
@@ -148,7 +149,7 @@ class Wire:
     def gather_as_it_is(self, shard: jax.Array, axes: Iterable[int], row: int | None = None) -> jax.Array:
         """``all_gather`` in the shard's own dtype."""
         gathered = shard if row is None else shard.reshape(-1, row)
-        # The outermost axis comes first: it joins neighbours in the order of shards (mesh.py), so that no
+        # The outermost axis comes first: its gather joins neighbours in the order of shards (mesh.py), so that no
         # element moves within the array.
         for axis in axes:
             gathered = self._over(axis, self._gather, gathered)
@@ -161,9 +162,10 @@ class Wire:
         return values
 
     def reduce_scatter(self, values: jax.Array, axes: range) -> jax.Array:
-        """Each device's ``values`` -> its shard, cut over ``axes``, of their sum (see ``averages``), as ``grad``.
+        """Sum each device's ``values`` (see ``averages``); return this device's shard, cut over ``axes``, in the grad
+        dtype.
 
-        ``values``: flat, or in rows ``[..., row]``, of which each shard has whole ones.
+        ``values``: flat, or in rows ``[..., row]``; each shard consists of whole rows.
         """
         if not axes:
             return round_to(values.reshape(-1), self.grad)
@@ -182,13 +184,13 @@ class Wire:
         return self._as_grad(reduced, axes)
 
     def _ready(self, values: jax.Array, axes: range) -> jax.Array:
-        """In the dtype of the summation over ``axes``."""
+        """Cast to the dtype of the summation over ``axes``."""
         if self._divides_first:
             values = divide_exactly(values, self._devices(axes))
         return round_to(values, self.reduce)
 
     def _as_grad(self, sums: jax.Array, axes: range) -> jax.Array:
-        """Of the summation over ``axes``."""
+        """Turn the result of the summation over ``axes`` into the grad dtype."""
         if self.averages and not self._divides_first:
             sums = divide_exactly(sums, self._devices(axes))
         return round_to(sums, self.grad)

@@ -1,28 +1,26 @@
-"""Meshes, the order of shards on them, and simulated devices to try them on.
+"""Meshes, the order of shards on a mesh, and simulated devices for trying meshes.
 
-A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes.
-Data-parallel axes are counted from the innermost, because tensors are sharded over the innermost
-ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M
-x N devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m,
-k = n * M + m::
+A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes. Data-parallel axes are
+counted from the innermost, because tensors are sharded over the innermost ones first. At *level* a, an array is cut
+over the a innermost axes; level 0 is whole. On M x N devices, shard k of level 2 is stored on the device with inner
+coordinate n and outer coordinate m, k = n * M + m::
 
     2 x 3 devices          level 1                          level 2
     m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|
     m=1:  3  4  5
 
-so that a gather over the outer axis joins neighbours, and gathers from any level to any other leave
-elements in one order.
+With this order a gather over the outer axis joins neighbours, and gathers between any two levels keep the elements in
+order.
 
-A step is manual on data-parallel axes: each device has its own rows, and every collective over
-these axes is written. On model axes the step is automatic: values are whole, the compiler cuts the
-computation as the weights are cut, and sends what that needs. Only the transfers of weights and
-gradients are manual on all axes::
+A step is manual on data-parallel axes: each device has its own rows, and our code writes every collective over these
+axes. On model axes the step is automatic: values look whole, and the compiler partitions the computation like the
+weights and adds the necessary communication. Only the transfers of weights and gradients are manual on all axes::
 
                     data-parallel axes      model axes
     shard_map           manual              automatic       the user's model
       on_each           manual              manual          gathers, reductions, buffers to parameters
 
-so that a gather moves what a device has of a parameter, and nothing over a model axis
+So a gather moves only a device's own part of a parameter, and nothing over a model axis
 (``runtime/groups/cut_group.py``).
 """
 
@@ -69,15 +67,16 @@ class DataParallelMesh:
         return len(self.names)
 
     def shards(self, level: int) -> int:
-        """Into how many shards ``level`` cuts an array."""
+        """The number of shards into which ``level`` cuts an array."""
         return math.prod(self.sizes[:level])
 
     def shard_index(self, level: int) -> jax.Array | None:
-        """The number of this device's shard, inside of a step that is manual on these axes; None of one shard."""
+        """The index of this device's shard, inside a step that is manual on these axes; None if there is one shard."""
         return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else None
 
     def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
-        """An array of ``level`` that is cut along ``dimension``; each shard is cut further over the axes ``inner``."""
+        """The spec of an array at ``level`` that is cut along ``dimension``; the axes ``inner`` cut each shard
+        further."""
         cut = (*self.names[:level], *inner)
         if not cut:
             return PartitionSpec()
@@ -90,22 +89,23 @@ class DataParallelMesh:
 
 
 def simulate_devices(count: int) -> None:
-    """Make JAX show ``count`` CPU devices; call before anything that touches ``jax.devices()``.
+    """Make JAX show ``count`` CPU devices; call this before anything that touches ``jax.devices()``.
 
     Sets ``XLA_FLAGS`` and JAX's platform. XLA reads its flags once, so this raises ``ValueError`` when JAX already
     runs without them or with fewer CPU devices; no setting is changed then.
 
-    Four facts are behind the flags and the order of collectives:
+    Four facts explain the flags and the order of collectives:
 
-    - By default XLA's CPU compiler deletes barriers (``cse_barrier_expander``). Gathers of forward and backward then
-      merge, and ``optim_grads_params`` keeps all weights. ``fully_shard`` warns when this flag is missing.
-    - The CPU compiler compiles small loops in a way that knows no barriers, and then fails or aborts
+    - By default XLA's CPU compiler deletes barriers (``cse_barrier_expander``). It then merges the gathers of forward
+      and backward, so ``optim_grads_params`` keeps all weights. ``fully_shard`` warns when this flag is missing.
+    - The CPU compiler has a path for small loops that does not support barriers and then fails or aborts
       (``small-while-loop-hoisting``).
-    - Programs with collectives in a loop now and then compute NaN, crash or hang when they come from JAX's persistent
+    - Programs with collectives in a loop sometimes compute NaN, crash or hang if they come from JAX's persistent
       compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
-      the one before it, which a test checks on the jaxpr, and on CPU a step waits for its results. Those that XLA adds
-      over model axes have a channel each, and what they are made of waits for the ones before; a test repeats a step.
+      the previous one, which a test checks on the jaxpr, and on CPU a step waits for its results. Collectives that XLA
+      adds over model axes have one channel each, and their inputs wait for the previous collectives; a test repeats
+      such a step.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
@@ -123,9 +123,8 @@ def simulate_devices(count: int) -> None:
     if missing or cpu_devices < count:
         without = f" and without {' '.join(missing)}" if missing else ""
         raise ValueError(
-            f"expected JAX not to be in use before {count} devices are simulated, but it already "
-            f"runs with {cpu_devices} CPU devices{without}: call simulate_devices before anything "
-            "that touches jax.devices()"
+            f"expected JAX to be unused before {count} devices are simulated, but JAX already runs with {cpu_devices} "
+            f"CPU devices{without}: call simulate_devices before anything that touches jax.devices()"
         )
 
 
@@ -134,47 +133,47 @@ def _overrides(ours: tuple[str, ...], flag: str) -> bool:
 
 
 def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
-    """A mesh of one axis ``"dp"`` over that many devices (default: all), or of axes by name, outer to inner.
+    """A mesh with one axis ``"dp"`` over that many devices (default: all), or with named axes, outer to inner.
 
     ``data_parallel_mesh({"dp_outer": 2, "dp": 4})`` is for ``hsdp`` and ``hfsdp``: neighbours share the inner axis.
-    ``data_parallel_mesh({"dp": 4, "tp": 2})`` has a model axis, over which parameters are cut: at most two of them come
-    last. Raises ``ValueError`` when there are fewer devices.
+    ``data_parallel_mesh({"dp": 4, "tp": 2})`` has a model axis, which cuts parameters; at most two model axes come
+    last. Raises ``ValueError`` if JAX has fewer devices.
     """
     devices = jax.devices()
     if sizes is None:
         sizes = len(devices)
     named = sizes if isinstance(sizes, Mapping) else {AXIS: sizes}
     if any(type(size) is not int or size < 1 for size in named.values()):
-        raise ValueError(f"mesh: expected axes of at least one device, got {dict(named)}")
+        raise ValueError(f"mesh: expected at least one device on each axis, got {dict(named)}")
     _check_names(named)
     count = math.prod(named.values())
     if count > len(devices):
         raise ValueError(
-            f"expected 1 to {len(devices)} devices (what JAX sees on {devices[0].platform}), got {count}; "
+            f"expected 1 to {len(devices)} devices (the devices that JAX sees on {devices[0].platform}), got {count}; "
             "simulate_devices(n) provides n simulated CPU devices"
         )
     return _automatic(np.array(devices[:count]).reshape(*named.values()), tuple(named))
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """The same devices as an automatically typed mesh.
+    """The same devices as a mesh with Auto axes.
 
-    Raises ``ValueError`` unless it has one or two data-parallel axes, and then at most two model axes; and inside of
-    a ``jax.set_mesh`` with Explicit axes.
+    Raises ``ValueError`` unless the mesh has one or two data-parallel axes, then at most two model axes; also inside a
+    ``jax.set_mesh`` with Explicit axes.
     """
     check_context()
     _check_names(mesh.shape)
     if mesh.devices.size > 1 and is_simulated(mesh):
         for fault in _simulation_faults():
             warn_caller(f"several CPU devices {fault}", RuntimeWarning)
-    # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
+    # jax.make_mesh returns Explicit axes, on which sharded flat buffers cannot be sliced.
     return _automatic(mesh.devices, mesh.axis_names)
 
 
 def check_context() -> None:
-    """Raises ``ValueError`` inside of a ``jax.set_mesh`` with Explicit axes.
+    """Raise ``ValueError`` inside a ``jax.set_mesh`` with Explicit axes.
 
-    There JAX refuses arrays that lie on automatic axes, also in the program's own lines that use what a step returns.
+    There JAX refuses arrays on Auto axes, even in the user's own code that uses the results of a step.
     """
     context = jax.sharding.get_abstract_mesh()
     explicit = [
@@ -184,10 +183,10 @@ def check_context() -> None:
     ]
     if explicit:
         raise ValueError(
-            f"jax.set_mesh: expected a mesh with Auto axes, or none, got Explicit axes {explicit}, which jax.make_mesh "
-            "gives by default: shard, train and evaluate outside of that set_mesh (fully_shard takes the same mesh and "
-            "uses its devices), or inside of jax.set_mesh(jax_impl.data_parallel_mesh(...)), or make the mesh by "
-            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * number of axes)"
+            f"jax.set_mesh: expected a mesh with Auto axes, or none, got Explicit axes {explicit}, which "
+            "jax.make_mesh gives by default: shard, train and evaluate outside that set_mesh (fully_shard accepts "
+            "the same mesh and uses its devices), or inside jax.set_mesh(jax_impl.data_parallel_mesh(...)), or build "
+            "the mesh by jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * number of axes)"
         )
 
 
@@ -197,7 +196,7 @@ def _simulation_faults() -> Iterator[str]:
             "without the XLA flags of simulate_devices(): the compiler removes the barriers that order collectives, so "
             "steps can hang and weights stay gathered"
         )
-    config: Any = jax.config  # its options are not in its type
+    config: Any = jax.config  # the options are missing from its type
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
         yield (
             "with JAX's persistent compilation cache: a step with collectives in a loop (scanned layers, microbatches) "
@@ -213,7 +212,7 @@ def _check_names(sizes: Mapping[str, int]) -> None:
     of_model = [is_model_axis(name) for name in sizes]
     if of_model.count(False) not in (1, 2) or of_model.count(True) > 2 or of_model != sorted(of_model):
         raise ValueError(
-            "mesh: expected one or two data-parallel axes, outer to inner, and then at most two model axes (names "
+            "mesh: expected one or two data-parallel axes, outer to inner, then at most two model axes (names "
             f"{', '.join(MODEL_AXES)}), got {dict(sizes)}"
         )
 
@@ -223,7 +222,7 @@ def _automatic(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
 
 
 def is_gpu(mesh: Mesh) -> bool:
-    """True on GPUs, also on those that a compiler is only told of."""
+    """True on GPUs, also on GPUs that exist only as a compilation target."""
     return bool(mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm"))
 
 
@@ -233,7 +232,7 @@ def is_simulated(mesh: Mesh) -> bool:
 
 
 def is_tpu(mesh: Mesh) -> bool:
-    """True on TPUs, real ones and those of a topology that only a compiler knows."""
+    """True on TPUs, also on TPUs that exist only as a compilation target."""
     return bool(mesh.devices.flat[0].platform == "tpu")
 
 
@@ -255,9 +254,9 @@ class ModelAxes:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Inside of a step, ``function`` on what each device has: manual on model axes, too.
+        """Inside a step, run ``function`` on each device's own part: manual on model axes, too.
 
-        Specs name model axes only. A result that no axis cuts must be the same on all of them.
+        Specs name only model axes. A result that no axis cuts must be the same on all axes.
         """
         return jax.shard_map(
             function, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.names), check_vma=False
@@ -265,7 +264,7 @@ class ModelAxes:
 
 
 def data_spec(spec: PartitionSpec) -> PartitionSpec:
-    """What a step that is automatic on model axes says of an array at rest: ``spec`` without those axes."""
+    """The spec of an array at rest for a step that is automatic on model axes: ``spec`` without those axes."""
 
     def kept(entry: Any) -> Any:
         if not isinstance(entry, tuple):

@@ -1,1 +1,1 @@
-"""What a user looks at when something is odd: layouts, norms, values that are not finite, collectives, memory."""
+"""Tools for finding out what is wrong: layouts, norms, values that are not finite, collectives, memory."""

@@ -1,7 +1,7 @@
 """Count the collectives of a program: as written, from its jaxpr, and as compiled, from XLA's text.
 
-The jaxpr has what was asked for: no compiler has merged or widened it. The text has what XLA kept, merged, doubled or
-added; ``scheduled.py`` reads it.
+The jaxpr has the requested collectives, before a compiler merges or widens them. The compiled text has the collectives
+that XLA kept, merged, duplicated or added; ``scheduled.py`` reads the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jax_impl.diagnostics.scheduled import read_collectives
 
 
 class Collective(NamedTuple):
-    """``kind``: JAX's primitive name, such as ``all_gather``, ``reduce_scatter``, ``psum``; ``size``: full elements."""
+    """``kind``: JAX's primitive name, such as ``all_gather``, ``reduce_scatter``, ``psum``; ``size``: elements of the
+    full array."""
 
     kind: str
     dtype: str
@@ -38,7 +39,7 @@ _KINDS = {
 
 
 def count_collectives(function: Any, *args: Any) -> Counter[Collective]:
-    """How often each collective runs in one call of ``function``; loops with a fixed length are multiplied out.
+    """How often each collective runs in one call of ``function``; a loop of fixed length counts every iteration.
 
     ``args`` may be ``jax.ShapeDtypeStruct``s. Code that XLA later removes as unused is counted. Raises ``ValueError``
     for a collective in a loop of unknown length, and for branches of a ``cond`` whose collectives differ.
@@ -62,8 +63,8 @@ def _counted(jaxpr: Any) -> Counter[Collective]:
         if name == "cond":
             if any(branch != inside[0] for branch in inside):
                 raise ValueError(
-                    "expected the same collectives in every branch of a cond, which of them runs being unknown, got "
-                    f"{[dict(branch) for branch in inside]}"
+                    "expected the same collectives in every branch of a cond, since the branch that will run is "
+                    f"unknown, got {[dict(branch) for branch in inside]}"
                 )
             inside = inside[:1]
         times = equation.params["length"] if name == "scan" else 1
@@ -82,9 +83,9 @@ def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 def count_compiled_collectives(compiled: Any) -> Counter[Collective]:
     """How often each collective runs in one call of ``compiled``, a ``jax.stages.Compiled`` or its text.
 
-    Sizes are full elements, as in ``count_collectives``; the arrays of a merged collective count one by one. The CPU
-    compiler carries bfloat16 in float32. Raises ``ValueError`` for a collective in a loop of unknown length or a
-    branch.
+    Sizes are elements of full arrays, as in ``count_collectives``; each array of a merged collective counts separately.
+    The CPU compiler transfers bfloat16 as float32. Raises ``ValueError`` for a collective in a loop of unknown length
+    or in a branch.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     counts: Counter[Collective] = Counter()

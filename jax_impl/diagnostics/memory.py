@@ -16,7 +16,7 @@ KINDS = ("main_weights", "moments", "padding", "other")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of a device's part of the state that lie in the host's memory, by the kinds of ``DeviceMemory``."""
+    """Bytes of a device's part of the state that are stored in host memory, in the categories of ``DeviceMemory``."""
 
     main_weights: int = 0
     moments: int = 0
@@ -32,11 +32,10 @@ class HostMemory:
 class DeviceMemory:
     """Bytes at rest on one device.
 
-    With P parameters in buffers of W shards, ``main_weights`` is 4P / W on average, ``moments`` 8P / W, and
-    ``padding`` fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step
-    count), and variables that are no parameters.
-    ``on_host``: what lies in the host's memory (``pinned_host``) instead, and ``host`` its total; neither is in
-    ``total``. Compute weights and gradients live only inside a step.
+    With P parameters in buffers of W shards, ``main_weights`` is 4P / W on average, ``moments`` 8P / W, and ``padding``
+    fills the three buffers to equal shards. ``other`` is the rest of the optimizer state (the step count), and
+    variables that are not parameters. ``on_host``: the bytes in host memory (``pinned_host``), and ``host`` their
+    total; ``total`` does not include them. Compute weights and gradients live only inside a step.
     """
 
     device: str
@@ -78,12 +77,12 @@ class MemoryReport:
 
 
 def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
-    """Counted from the arrays' own shards; the split into parameters and padding comes from the layouts.
+    """Count the bytes of the arrays' own shards; the layouts tell parameters from padding.
 
-    Arrays in a kind of memory that is not the device's own count as the host's.
+    Arrays in a kind of memory other than the device's default count as host memory.
     """
     devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
-    # By device, and whether on the host.
+    # By device, and by whether the bytes are on the host.
     byte_counts = {(device, host): Counter[str]() for device in devices for host in (False, True)}
 
     def add(tree: Any, column: str) -> None:

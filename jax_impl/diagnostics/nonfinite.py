@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity is: in which weight, gradient or moment, in which rows, on which devices."""
+"""Find a NaN or an infinity: in which weight, gradient or moment, in which rows, on which devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One parameter, or other array, that holds elements which are not finite.
+    """One parameter or other array with elements that are not finite.
 
     kind: where in the given pytree: "weights", "opt_state/mu"; "" in a dictionary of arrays by key.
-    name: path of the parameter or variable; ``"padding of 'layers/0'"`` where no parameter lies.
-    nan, inf: how many elements; of copies on the one that has most.
-    rows: indices of the first rows that hold such elements, over all dimensions but the last; elements of vectors.
-    devices: of this process, that hold such rows.
+    name: path of the parameter or variable; ``"padding of 'layers/0'"`` for elements that belong to no parameter.
+    nan, inf: number of elements; for several copies, in the copy with the most.
+    rows: indices of the first rows with such elements, over all dimensions but the last; for vectors, of the elements.
+    devices: the devices of this process that hold such rows.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class NonFinite:
 
 @dataclass
 class _Found:
-    """What is known of one name; ``counts`` of NaN and infinities by copy."""
+    """The findings for one name; ``counts``: NaNs and infinities by copy."""
 
     counts: dict[int, list[int]] = field(default_factory=dict)
     rows: set[Index] = field(default_factory=set)
@@ -58,22 +58,23 @@ class _Found:
 
 
 def find_nonfinite(plan: ShardingPlan, values: Any, *, max_rows: int = 8) -> tuple[NonFinite, ...]:
-    """The parameters in ``values`` that are not finite, each with at most ``max_rows`` of its rows, in model order.
+    """The parameters in ``values`` that are not finite, in model order, each with at most ``max_rows`` of its rows.
 
     ``values``: a ``TrainState``, arrays by key such as ``state.weights`` or the gradients of ``step.gradients``, an
-    optimizer state, or any pytree of these. Integers and random keys are left out.
+    optimizer state, or any pytree of these. Integers and random keys are skipped.
 
-    Nothing is gathered: each device says which of its shards are finite, and the others are read from where they are.
-    All processes must call it. Each reports what its own devices hold, so reports of several processes differ.
+    Nothing is gathered: each device tells which of its shards are finite, and only the other shards are copied to the
+    host. All processes must call this. Each process reports its own devices, so the reports of several processes
+    differ.
 
-    Raises ``ValueError`` inside of ``jax.jit``, and for arrays that were donated.
+    Raises ``ValueError`` inside ``jax.jit``, and for donated arrays.
     """
     listed: list[tuple[Any, jax.Array]] = []
     for path, leaf in jax.tree.leaves_with_path(values):
         if isinstance(leaf, jax.core.Tracer):
             raise ValueError(
                 f"values{jax.tree_util.keystr(path)}: expected an array with values, got a traced one: call "
-                "find_nonfinite on what the jitted function returns, or use watch_nonfinite_outputs"
+                "find_nonfinite on the results of the jitted function, or use watch_nonfinite_outputs"
             )
         check_not_donated(f"values{jax.tree_util.keystr(path)}", leaf)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -91,7 +92,7 @@ def find_nonfinite(plan: ShardingPlan, values: Any, *, max_rows: int = 8) -> tup
 
 
 def _suspects(plan: ShardingPlan, leaves: Sequence[jax.Array]) -> set[tuple[int, jax.Device]]:
-    """``(number, device)`` of the shards that are not finite, or that the program cannot look at."""
+    """``(number, device)`` of the shards that are not finite, or that the program cannot check."""
     specs: dict[int, PartitionSpec] = {
         number: leaf.sharding.spec
         for number, leaf in enumerate(leaves)

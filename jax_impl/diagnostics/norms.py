@@ -1,7 +1,7 @@
-"""Norms of whole parameters from their shards: sums on each device, then one reduction for all parameters together.
+"""Norms of whole parameters, from their shards: sums on each device, then one reduction for all parameters.
 
-A parameter's rows are one range of a device's shard, which begins and ends elsewhere on each device. All devices run
-one program, so each looks at as many elements as the largest range has, from where its own begins::
+A parameter's rows are one range of a device's shard; the range begins and ends at other positions on each device. All
+devices run one program, so each device reads as many elements as the largest range has, from the start of its own::
 
     device 0   |. . a a a a a b b|        a: 5 elements from 2      b: 2 elements from 7
     device 1   |b b b b . . . . .|        a: nothing                b: 4 elements from 0
@@ -34,16 +34,16 @@ def parameter_norms(
     """The norm of each whole parameter in ``buffers``, by path, in the order of the model. Nothing is gathered.
 
     ``buffers``: arrays by key, such as ``state.weights`` or the gradients of ``step.gradients``, or one kind of moments
-    (``state.opt_state.mu``). Other scalars in it, such as a step count, are left out.
-    ``by_layer``: for a parameter of a stack ``[layers, ...]`` a norm for each layer, shape ``[layers]``.
+    (``state.opt_state.mu``). Other scalars, such as a step count, are skipped. ``by_layer``: a parameter of a stack
+    ``[layers, ...]`` gets one norm per layer, shape ``[layers]``.
 
-    Numbers (with ``by_layer`` NumPy arrays), computed in float64; the same in all processes, which must all call it.
-    Inside of ``jax.jit`` they are traced scalars, in float32 unless x64 is on, and a norm neither overflows nor
-    underflows there where its elements do not. One all-reduce for each set of axes that arrays are cut over, two in
-    float32.
+    Returns numbers (with ``by_layer``, NumPy arrays), computed in float64 and equal in all processes, which must all
+    call this. Inside ``jax.jit`` the norms are traced scalars, in float32 unless x64 is on; such a norm overflows or
+    underflows only if its elements do. The cost is one all-reduce (two in float32) for each set of axes over which
+    arrays are cut.
 
-    Raises ``ValueError`` for a norm type that is not positive, for an array that is none of the plan's, and for two
-    arrays of one key, such as a whole optimizer state has.
+    Raises ``ValueError`` for a norm type that is not positive, for an array that does not belong to the plan, and for
+    two arrays with one key, as in a whole optimizer state.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
@@ -60,7 +60,7 @@ def parameter_norms(
         key = located[0]
         if key in arrays:
             raise ValueError(
-                f"buffers: expected one array {key!r}, got two, the second at {jax.tree_util.keystr(path)}: give one "
+                f"buffers: expected one array {key!r}, got two, the second at {jax.tree_util.keystr(path)}: pass one "
                 "kind of moments, such as state.opt_state.mu"
             )
         plan.check_array(key, leaf)
@@ -75,7 +75,7 @@ def parameter_norms(
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A plan as a static argument: equal to itself alone."""
+    """A plan as a static argument: equal only to itself."""
 
     plan: ShardingPlan
 
@@ -100,7 +100,7 @@ def _norms(
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    # Keys lose their order in a program.
+    # A program does not keep the order of keys.
     own = local(arrays) if arrays else {}
     norms = {path: own[path] for path in plan.parameters if path in own}
     if by_layer:
@@ -115,7 +115,7 @@ def _on_each_device(
     parts: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for key, array in arrays.items():
         stored = cast(FlatGroup | LogicalArray, plan.stored(key))
-        # [layers, elements] of this device, with zeros for what is not the parameter's.
+        # [layers, elements] of this device, with zeros for elements that are not the parameter's.
         parts.setdefault(_axes(stored), {}).update(_values(plan, stored, array))
     powers: dict[str, jax.Array] = {}
     last: Any = ()
@@ -128,7 +128,7 @@ def _on_each_device(
             tops, last = _reduced(lax.pmax, tops, axes, last)
             scales = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
         if norm_type == math.inf:
-            # A maximum over devices may lose a NaN, a sum does not.
+            # A maximum over devices may lose a NaN; a sum does not.
             nans, last = _reduced(
                 lax.psum,
                 [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes],
@@ -167,7 +167,7 @@ def _values(
         lengths = np.array([(b - a) * slot.row_size for a, b in itertools.pairwise(bounds)])
         starts = np.array([layout.shard_start(slot.name, r) for r in range(layout.num_shards)])
         most = int(lengths.max(initial=0))
-        # A slice must end inside of the shard.
+        # A slice must end inside the shard.
         begins = np.minimum(starts, layout.shard_size - most)
         skipped = jnp.asarray(starts - begins)[rank]
         piece = lax.dynamic_slice_in_dim(flat, jnp.asarray(begins)[rank], most, axis=1)
@@ -179,7 +179,7 @@ def _values(
 def _reduced(
     reduction: Any, values: Sequence[jax.Array], axes: Sequence[str], last: Any
 ) -> tuple[list[jax.Array], Any]:
-    """Over the devices of ``axes``, as one collective after ``last``."""
+    """Reduce over the devices of ``axes`` with one collective after ``last``."""
     if not axes:
         return list(values), last
     own, last = fence((list(values), last))
@@ -197,7 +197,7 @@ def _norm_of(norms: jax.Array, norm_type: float) -> jax.Array:
 
 
 def _axes(stored: FlatGroup | LogicalArray) -> tuple[str, ...]:
-    """The mesh axes that the array is cut over."""
+    """The mesh axes over which the array is cut."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in stored.spec)
     return tuple(name for names in entries for name in names if name is not None)
 

@@ -1,12 +1,12 @@
-"""Read a scheduled program of XLA: its collectives, and whether a matrix product runs while one is under way.
+"""Read a scheduled XLA program: its collectives, and whether a matrix product runs during each of them.
 
-A transfer that runs during other work has a start and a done, and what stands between them can overlap with it::
+An asynchronous transfer has a start and a done; operations between them can overlap with the transfer::
 
     %s = (f32[16], f32[128]) all-gather-start(%shard), ...
     %p = f32[8,8] custom-call(...), custom_call_target="__cublas$gemm"
     %d = f32[128] all-gather-done(%s)
 
-How the TPU compiler writes both is in ``bridge.core.hlo.collectives``.
+``bridge.core.hlo.collectives`` explains how the TPU compiler writes both.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Array(NamedTuple):
 class Scheduled:
     """One collective of a program; ``kind`` is JAX's name.
 
-    ``arrays``: full ones, several where XLA has merged as many collectives. ``times``: how often the loops around it
-    run it. ``overlaps``: whether a matrix product stands between its start and its done. ``name``: of the operation, to
-    find it in the text.
+    ``arrays``: full arrays, several if XLA merged that many collectives. ``times``: how often the surrounding loops run
+    the collective. ``overlaps``: whether a matrix product is between its start and its done. ``name``: the operation's
+    name in the text.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class Scheduled:
 
     @property
     def bytes(self) -> int:
-        """Of the full arrays, all times together."""
+        """Bytes of the full arrays, over all executions."""
         return self.times * sum(array.bytes for array in self.arrays)
 
 
 def read_collectives(text: str) -> list[Scheduled]:
-    """The collectives of a program's text, as ``jax.stages.Compiled.as_text()`` has it.
+    """The collectives of a program's text, as ``jax.stages.Compiled.as_text()`` returns it.
 
     Raises ``ValueError`` for a text without an entry computation, and for a collective in a loop of unknown length or
     in a branch.
@@ -103,7 +103,7 @@ class _Reader:
                 yield from self._inside(operation, times)
 
     def _inside(self, operation: Operation, times: int) -> Iterator[Scheduled]:
-        """The collectives of what an operation calls."""
+        """The collectives in the computations that an operation calls."""
         called = list(self._module.called(operation))
         if not any(self._has(computation, is_collective) for computation in called):
             return
@@ -135,7 +135,7 @@ class _Reader:
 
         if chain is None and not start.op.endswith("-start"):
             return False
-        # One without an end in its computation ends in the next turn of a loop.
+        # A collective without an end in its computation ends in the next iteration of a loop.
         return any(map(self._is_product, itertools.takewhile(lambda later: not ends(later), after)))
 
     def _is_product(self, operation: Operation) -> bool:

@@ -1,18 +1,18 @@
 """A causal language model that computes what Hugging Face's classes compute from the same weights.
 
 ``CausalLMConfig.from_hf`` reads a ``config.json`` of Llama, Qwen 2 and 3, Mixtral, Mistral, Granite, OLMo 2 and 3,
-Phi-3, GPT-NeoX, Gemma 2 and 3 or GPT-2. Parameter paths are those of ``Decoder`` wherever the part is the same, and
-further ones where a family has more. With ``twinshard convert hf_folder jax_checkpoint --mapping llama``::
+Phi-3, GPT-NeoX, Gemma 2 and 3 or GPT-2. Parameter paths are the same as in ``Decoder`` wherever the parts are the same;
+families with more parts have more paths. With ``twinshard convert hf_folder jax_checkpoint --mapping llama``::
 
     config = CausalLMConfig.from_hf(json.load(open("hf_folder/config.json")))
     model = CausalLM(config, rngs=nnx.Rngs(0))
     params = orbax.checkpoint.StandardCheckpointer().restore("/path/jax_checkpoint")["params"]
     nnx.update(model, nnx.restore_int_paths(params))  # then fully_shard(model, mesh, "fsdp"), or model(tokens)
 
-In float32 logits agree with ``transformers`` to 1e-5 of their standard deviation (tests/parity/test_causal_lm.py). A
-key of ``config.json`` that would change the model and is not built (rope scaling other than Llama 3's, other
-activations, quantization) is refused by name, unknown keys too. There is no dropout and no router loss; rows start at
-position 0. Gemma's and OLMo 3's layers alternate their windows, so they cannot be one stack.
+In float32 logits agree with ``transformers`` to 1e-5 of their standard deviation (tests/parity/test_causal_lm.py). Keys
+of ``config.json`` that would change the model in unsupported ways (rope scaling other than Llama 3's, other
+activations, quantization) are refused by name, as are unknown keys. There is no dropout and no router loss; rows start
+at position 0. The layers of Gemma and OLMo 3 alternate their windows, so they cannot be one stack.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ class Table(nnx.Module):
 class CausalLM(nnx.Module):
     """``tokens`` int ``[B, T]`` -> logits ``[B, T, vocab_size]`` in the dtype of the parameters.
 
-    Rows start at position 0, and every token sees those before it; rows of unequal length are padded on the right.
-    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: layers are one stack,
-    which is scanned; the parameters are the same, with a leading axis. Raises ``ValueError`` for a stack of layers
-    with different windows, and in a call for more tokens than there are learned positions.
+    Rows start at position 0, and every token sees the tokens before it; pad rows of unequal length on the right.
+    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: all layers form one
+    scanned stack, with the same parameters plus a leading axis. Raises ``ValueError`` for a stack of layers with
+    different windows, and in a call for more tokens than there are learned positions.
 
     Paths: ``embed/embedding``, ``positions/embedding`` if positions are learned, ``layers/{i}/...``, ``norm/scale``,
     ``lm_head/kernel`` unless tied. In a layer: ``attention_norm``, ``attention/{query,key,value,out}/kernel``,
     ``mlp_norm``, ``mlp/{gate,up,down}/kernel``, and where the config has them ``.../bias``,
     ``attention/{query_norm,key_norm}``, ``attention_output_norm``, ``mlp_output_norm``, ``mlp/router/kernel``; without
-    ``input_norms`` there is no ``attention_norm`` and no ``mlp_norm``. Kernels
-    are ``[in, out]``, with heads as ``[d_model, heads, head_dim]`` and ``[heads, head_dim, d_model]``; those of experts
-    have a leading axis of experts.
+    ``input_norms`` there is no ``attention_norm`` and no ``mlp_norm``. Kernels are ``[in, out]``, with heads as
+    ``[d_model, heads, head_dim]`` and ``[heads, head_dim, d_model]``; kernels of experts have a leading expert axis.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class CausalLM(nnx.Module):
         x = self.embed(tokens)
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         if self.positions is not None:
-            # An index beyond the table would silently read its last row.
+            # An index beyond the table would silently read the last row.
             if length > (config.max_length or 0):
                 raise ValueError(
                     f"CausalLM: expected at most {config.max_length} tokens in a row, got {length}"

@@ -1,4 +1,4 @@
-"""What a causal language model is made of: sizes, and which of the known variations each part has."""
+"""The configuration of a causal language model: its sizes, and the variation of each part."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class Rotary:
     """Rotary positions: angle ``position * theta ** (-2 i / head_dim)`` for pair ``i`` of the two halves of a head.
 
-    ``factor`` above 1 stretches the low frequencies as Llama 3.1 does: wavelengths longer than
-    ``original_length / low_frequency_factor`` by the factor, those shorter than
-    ``original_length / high_frequency_factor`` not at all, and those between by a share. ``linear_factor`` stretches
-    all of them alike. ``fraction`` below 1: only the first ``head_dim * fraction`` elements of a head turn, as a head
-    of this size would. Raises ``ValueError``.
+    ``factor`` above 1 stretches the low frequencies as Llama 3.1 does: wavelengths longer than ``original_length /
+    low_frequency_factor`` by the factor, wavelengths shorter than ``original_length / high_frequency_factor`` not at
+    all, and wavelengths between by an interpolated factor. ``linear_factor`` stretches all frequencies equally.
+    ``fraction`` below 1: only the first ``head_dim * fraction`` elements of a head rotate, as in a head of this size.
+    Raises ``ValueError``.
     """
 
     theta: float = 10000.0
@@ -46,28 +46,27 @@ class Rotary:
             raise ValueError(f"Rotary.fraction: expected at most 1, got {self.fraction}")
 
     def size(self, head_dim: int) -> int:
-        """How many elements of a head turn."""
+        """The number of elements of a head that rotate."""
         return int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """Sizes and variations of a ``CausalLM``. Raises ``ValueError`` for what does not fit together.
+    """Sizes and variations of a ``CausalLM``. Raises ``ValueError`` for values that do not fit together.
 
     ``norm``: ``"rms"``; ``"rms_one_plus"``, whose scale is stored minus one (Gemma); ``"layer"``, with bias (GPT-2).
     ``input_norms``, ``output_norms``: norms on the input and on the output of each attention and MLP.
-    ``query_key_norms``: on each head; with ``norms_across_heads`` on all of a token's heads together (OLMo 2).
+    ``query_key_norms``: a norm on each head; with ``norms_across_heads``, one norm over all heads of a token (OLMo 2).
     ``parallel``: attention and MLP both read the layer's input (GPT-NeoX). ``residual_scale``: factor of their outputs.
     ``gated``: ``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``. ``activation``: one of ``"silu"``,
     ``"gelu"``, ``"gelu_tanh"``. ``n_experts`` of 1: an ordinary MLP; more: each token goes through the
-    ``experts_per_token`` with the largest router probabilities, weighted by these, which are scaled to sum to one.
-    ``rotary``: ``None`` means learned positions, ``max_length`` of them. ``windows``: for each layer, how many
-    positions its tokens see, their own included, or ``None`` for all; ``()`` is all for every layer.
-    ``window_rotary``: of layers with a window, where it is another one (Gemma 3).
-    ``attention_scale``: factor of the scores, ``None`` for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``:
-    ``cap * tanh(x / cap)`` of scores and logits. ``embedding_scale``, ``logit_scale``: factors of the token vectors and
-    of the logits. ``tied``: the
-    output kernel is the embedding. ``init_std``: standard deviation of fresh kernels and embeddings.
+    ``experts_per_token`` with the largest router probabilities, weighted by these probabilities, which are scaled to
+    sum to one. ``rotary``: ``None`` means ``max_length`` learned positions. ``windows``: for each layer, how many
+    positions its tokens see, including their own, or ``None`` for all; ``()`` means all for every layer.
+    ``window_rotary``: the rotary of layers with a window, if it differs (Gemma 3). ``attention_scale``: factor of the
+    scores, ``None`` for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of scores and
+    logits. ``embedding_scale``, ``logit_scale``: factors of the token vectors and of the logits. ``tied``: the output
+    kernel is the embedding. ``init_std``: standard deviation of fresh kernels and embeddings.
     """
 
     vocab_size: int
@@ -151,9 +150,9 @@ class CausalLMConfig:
         """The config of the model that a Hugging Face ``config.json`` describes: ``from_hf(json.load(file))``.
 
         Model types: llama, qwen2, qwen3, mixtral, mistral, granite, olmo2, olmo3, phi3, gpt_neox, gpt2, gemma2,
-        gemma3_text, and gemma3, of which this is the language model; files of transformers 4 and 5. Raises
-        ``ValueError`` that names the key, what was expected and what was found, for anything that would change the
-        logits and is not built here, also for keys it does not know. Dropout rates and the router's loss are left out.
+        gemma3_text, and gemma3 (its language model only); files of transformers 4 and 5. Raises ``ValueError`` that
+        names the key, the expected and the found value, for unknown keys and for every setting that would change the
+        logits and is not supported. Dropout rates and the router's loss are ignored.
         """
         keywords = keywords_from_hf(config)
         rotary, of_windows = keywords.pop("rotary"), keywords.pop("window_rotary", None)

@@ -1,4 +1,4 @@
-"""The families of ``CausalLM``, each read from Hugging Face's ``config.json``."""
+"""The families of ``CausalLM``; each is read from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_impl.models.causal_lm_hf_keys import Keys
 def _rotary(keys: Keys, theta: float, fraction: float | None = None) -> dict[str, Any]:
     """Keywords of ``Rotary``: transformers 5 has one dictionary, transformers 4 a number and a dictionary.
 
-    ``fraction``: the share of a head that turns where nothing says it; ``None``: all, in models that know no shares.
+    ``fraction``: the default share of a head that rotates; ``None``: the whole head, in models without such a setting.
     """
     theta = keys.take("rope_theta", float, theta)
     if fraction is None:
@@ -49,7 +49,8 @@ def _rope(
 
 def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
     """``rotary`` and ``window_rotary``. transformers 5 has a dictionary for each kind of layer; in files of
-    transformers 4 scaling is for layers without a window. ``of_windows``: theta of the others, by default the same.
+    transformers 4, scaling applies to layers without a window. ``of_windows``: theta of layers with a window, by
+    default the same.
     """
     theta = keys.take("rope_theta", float, theta)
     of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)
@@ -63,7 +64,7 @@ def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, A
 
 
 def _windows(keys: Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window; ``default(i)`` says whether layer ``i`` has one where ``layer_types`` is missing."""
+    """Each layer's window; ``default(i)`` tells whether layer ``i`` has a window if ``layer_types`` is missing."""
     size = keys.take("sliding_window", int, None)
     layer_types = keys.take("layer_types", list, None)
     if layer_types is None:
@@ -83,9 +84,9 @@ def _windows(keys: Keys, n_layers: int, default: Callable[[int], bool]) -> tuple
 def _common(
     keys: Keys, *, theta: float = 10000.0, tied: bool = False, rotary: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the Llama-like families have in common; missing keys have the values of transformers' classes.
+    """The common part of the Llama-like families; missing keys take the defaults of the classes in transformers.
 
-    ``rotary``: keywords of ``Rotary`` that were read already.
+    ``rotary``: keywords of ``Rotary`` that have already been read.
     """
     d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     return {
@@ -127,7 +128,7 @@ def _qwen2(keys: Keys) -> dict[str, Any]:
 
 def _qwen3(keys: Keys) -> dict[str, Any]:
     bias = keys.take("attention_bias", bool, False)
-    keys.take("head_dim", int)  # the class has 128 whatever the other sizes: not to be guessed from them
+    keys.take("head_dim", int)  # the class defaults to 128 for any other sizes, so do not derive it
     return _qwen(keys) | {"qkv_bias": bias, "out_bias": bias, "query_key_norms": True}
 
 
@@ -143,7 +144,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _mistral(keys: Keys) -> dict[str, Any]:
-    # The class has 8 whatever the other sizes, and a window of 4096 where the file says nothing.
+    # The class defaults to 8 key/value heads for any other sizes, and to a window of 4096 without an entry.
     keys.take("num_key_value_heads", int)
     result = _common(keys)
     window = keys.take("sliding_window", int, None) if keys.has("sliding_window") else 4096
@@ -183,7 +184,7 @@ def _olmo3(keys: Keys) -> dict[str, Any]:
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
-    keys.take("original_max_position_embeddings", int, 0)  # the class reads this number for longrope alone
+    keys.take("original_max_position_embeddings", int, 0)  # the class reads this number only for longrope
     keys.must_be("attention_bias", False)
     result = _common(keys, rotary=_rotary(keys, 10000.0, 1.0))
     window = keys.take("sliding_window", int, None)
@@ -236,9 +237,9 @@ def _gemma3_text(keys: Keys) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, result: dict[str, Any], windowed: Callable[[int], bool]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common; ``windowed``: of a layer, as in ``_windows``."""
-    keys.take("head_dim", int)  # the class has 256 whatever the other sizes: not to be guessed from them
-    keys.take("hidden_act", str, "")  # older files have both; transformers reads the other one
+    """The common part of Gemma 2 and 3; ``windowed``: whether a layer has a window, as ``default`` in ``_windows``."""
+    keys.take("head_dim", int)  # the class defaults to 256 for any other sizes, so do not derive it
+    keys.take("hidden_act", str, "")  # older files have both keys; transformers reads the other one
     bias = keys.take("attention_bias", bool, False)
     keys.must_be("use_bidirectional_attention", False)
     return result | {
@@ -301,7 +302,7 @@ _FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
 }
 
 
-# What files of Gemma 3 with images leave out of their text_config has the values of the class.
+# Gemma 3 files with images omit keys of their text_config; these are the defaults of the class.
 _GEMMA3_TEXT: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,

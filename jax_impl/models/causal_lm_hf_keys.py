@@ -1,11 +1,11 @@
-"""The keys of Hugging Face's ``config.json``, taken one by one; what nobody takes is refused, never skipped."""
+"""The keys of Hugging Face's ``config.json``, taken one by one; a key that nobody takes is refused, never skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that say nothing about the logits of a forward pass without dropout.
+# Keys that do not affect the logits of a forward pass without dropout.
 _WITHOUT_EFFECT = frozenset(
     {
         "_attn_implementation_autoset",
@@ -60,9 +60,9 @@ _REQUIRED: Any = object()
 
 
 class Keys:
-    """Hands out the values of a config, checked, and knows at the end which were not asked for.
+    """Returns the checked values of a config, and knows at the end which keys were not taken.
 
-    at: where the config is, for errors. All methods that check raise ValueError, with the key and what it was to be.
+    at: the location of the config, for errors. Methods that check raise ValueError with the key and the expected value.
     """
 
     def __init__(self, config: Mapping[str, Any], at: str = "config.json") -> None:
@@ -74,7 +74,7 @@ class Keys:
         return ValueError(f"{self._at}: {key!r}: expected {expected}, got {got!r}")
 
     def take(self, key: str, expected_type: type, default: Any = _REQUIRED) -> Any:
-        """The value of ``key``, which is ``default`` where it is missing or null."""
+        """The value of ``key``, or ``default`` if the key is missing or null."""
         self._left.discard(key)
         value = self._config.get(key)
         if value is None:
@@ -88,7 +88,7 @@ class Keys:
         return value
 
     def has(self, key: str) -> bool:
-        """Whether the config has ``key``, maybe as null."""
+        """Whether the config has ``key``, perhaps as null."""
         return key in self._config
 
     def positive(self, key: str, default: float) -> float:
@@ -99,13 +99,14 @@ class Keys:
         return value
 
     def must_be(self, key: str, expected: Any, default: Any = None) -> None:
-        """Refuse any value of ``key`` but ``expected``. default: that of a missing key, else ``expected``."""
+        """Refuse any value of ``key`` except ``expected``. default: the value of a missing key, by default
+        ``expected``."""
         value = self.take(key, type(expected), expected if default is None else default)
         if value != expected:
             raise self.fail(key, f"{expected!r} (the only one supported)", value)
 
     def activation(self, key: str, default: str) -> str:
-        """The name of an activation, as ``CausalLMConfig`` has it."""
+        """The name of an activation in ``CausalLMConfig``."""
         name = self.take(key, str, default)
         if name not in _ACTIVATIONS:
             raise self.fail(key, f"one of {sorted(_ACTIVATIONS)}", name)
@@ -117,6 +118,6 @@ class Keys:
         if unknown:
             listed = ", ".join(f"{key!r}: {self._config[key]!r}" for key in unknown)
             raise ValueError(
-                f"{self._at}: expected keys whose meaning is known, got {listed}. If they do not change the model, "
-                "leave them out of the dictionary"
+                f"{self._at}: expected known keys, got {listed}. If these keys do not change the model, remove them "
+                "from the dictionary"
             )

@@ -1,4 +1,4 @@
-"""The layers of a causal language model: norms, attention, MLPs and experts, each with the variations of its config."""
+"""The layers of a causal language model: norms, attention, MLPs and experts, each in the variations of the config."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """At least float32: float64 stays."""
+    """Cast to at least float32; float64 stays float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    """``x`` bent into ``(-cap, cap)``; ``None`` leaves it."""
+    """``x`` bent into ``(-cap, cap)``; with ``None``, ``x`` itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def rotary_frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of a head that turns: float32 ``[rotary.size(head_dim) / 2]``.
+    """Radians per position for each rotating pair of a head: float32 ``[rotary.size(head_dim) / 2]``.
 
-    In float32 throughout, since the models were trained with angles that were computed so.
+    Computed in float32 throughout, because the models were trained with angles computed in float32.
     """
     unity, size = np.float32(1), rotary.size(head_dim)
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
@@ -58,7 +58,7 @@ def rotary_tables(length: int, rotary: Rotary, head_dim: int) -> RotaryTables:
 
 
 def rotate(x: jax.Array, tables: RotaryTables) -> jax.Array:
-    """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``, or of the part that the tables are for."""
+    """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``, or of the part that the tables cover."""
     cos, sin = tables
     size = 2 * cos.shape[-1]
     first, second = jnp.split(wide(x[..., :size]), 2, axis=-1)
@@ -68,7 +68,7 @@ def rotate(x: jax.Array, tables: RotaryTables) -> jax.Array:
 
 
 class Projection(Kernel):
-    """A kernel whose first axes are summed over, and a bias over the others if asked for."""
+    """A kernel whose first axes are summed over, with an optional bias over the others."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class Projection(Kernel):
 
 
 class Norm(nnx.Module):
-    """Over the last axes, of these sizes, in at least float32; see ``CausalLMConfig.norm`` for the kinds."""
+    """Normalizes over the last axes, which have these sizes, in at least float32; ``CausalLMConfig.norm`` lists the
+    kinds."""
 
     def __init__(self, config: CausalLMConfig, *sizes: int, dtype: jnp.dtype) -> None:
         self.kind = config.norm
@@ -177,7 +178,7 @@ class ExpertKernels(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs of which each token uses the few that the router prefers. No token is ever dropped."""
+    """Gated MLPs; each token uses the few that the router prefers. No token is dropped."""
 
     def __init__(self, config: CausalLMConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         c = config
@@ -204,7 +205,7 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP in turn or side by side, with norms on inputs and outputs as the config says."""
+    """One layer: attention and MLP in sequence or in parallel, with norms on inputs and outputs as the config says."""
 
     def __init__(self, config: CausalLMConfig, index: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         norm = partial(Norm, config, config.d_model, dtype=dtype)

@@ -51,19 +51,19 @@ class DecoderConfig:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """At least float32: float64 stays."""
+    """Cast to at least float32; float64 stays float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    # Accelerators multiply float32 in fewer bits unless asked not to.
+    # By default accelerators multiply float32 with fewer bits.
     return jnp.einsum(equation, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 class Kernel(nnx.Module):
     """One bias-free projection; ``equation`` names its axes, weights are normal with ``std``.
 
-    ``dot_general``: what multiplies in place of ``jnp.einsum``, with the signature of ``jax.lax.dot_general``:
+    ``dot_general``: replaces ``jnp.einsum``; has the signature of ``jax.lax.dot_general``:
     ``model.set_attributes(dot_general=float8_dot_general)``.
     """
 
@@ -98,7 +98,7 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Scales start near one, not at it, so that a lost or swapped norm weight shows in the loss."""
+    """Scales start near one, not at one, so that a lost or swapped norm weight shows in the loss."""
 
     def __init__(self, size: int, eps: float, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         self.eps = eps
@@ -185,8 +185,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """``tokens`` int ``[B, T]`` -> logits ``[B, T, vocab_size]`` in the dtype of the parameters.
 
-    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: layers are one stack,
-    which is scanned; the parameters are the same, with a leading axis.
+    ``dtype`` is the dtype of fresh parameters; float64 needs ``jax_enable_x64``. ``stacked``: all layers form one
+    scanned stack, with the same parameters plus a leading axis.
     """
 
     def __init__(

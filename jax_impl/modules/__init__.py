@@ -1,1 +1,1 @@
-"""The skins: flax nnx, linen and plain pytrees, and what stands in them for the parameters of units."""
+"""Adapters for flax nnx, linen and plain pytrees, and the stand-ins for the parameters of units in their models."""

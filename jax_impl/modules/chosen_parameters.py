@@ -1,4 +1,4 @@
-"""Which parameters of a model an option names: by patterns of paths, or by an nnx filter."""
+"""Find the parameters that an option names by path patterns or by an nnx filter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Varia
 
 
 def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
-    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern or a filter that matches none.
+    """Paths of parameters. Raises ``ValueError`` that names the ``option`` if a pattern or a filter matches nothing.
 
-    ``TypeError`` for anything but patterns or a filter.
+    Raises ``TypeError`` for anything except patterns or a filter.
     """
     if isinstance(chosen, str):
         raise TypeError(
@@ -29,7 +29,7 @@ def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozens
         if not taken:
             raise ValueError(
                 f"{option}: expected a filter of parameters, but {chosen!r:.120} matches none of "
-                f"{[joined(key) for key, _ in flat][:12]}; leave it out to choose none"
+                f"{[joined(key) for key, _ in flat][:12]}; omit the option to choose none"
             )
         return taken
     patterns: tuple[Any, ...] = tuple(chosen) if isinstance(chosen, Iterable) else (chosen,)

@@ -1,13 +1,13 @@
-"""What differs between devices in a traced step: values of variables, and which way a loop or a choice goes.
+"""Find what differs between devices in a traced step: values of variables, and the control flow of loops and choices.
 
-Inside of ``shard_map`` each device runs the program on its own rows. A value *varies* over the axes of the mesh along
-which devices may have other numbers: rows vary, sums over all devices do not. Two things follow from it::
+Inside ``shard_map`` each device runs the program on its own rows. A value *varies* over the mesh axes along which
+devices may have different numbers: rows vary, sums over all devices do not. This has two consequences::
 
-    rows -> any(rows > 0) -> while: a unit's gather inside      devices that go on wait for those that stopped: refused
-    rows -> mean -> variable after the step                     one value has to come of several: needs a rule
+    rows -> any(rows > 0) -> while: a unit's gather inside      continuing devices wait for stopped ones: refused
+    rows -> mean -> variable after the step                     several values must become one: needs a rule
 
-Of variables it is also known whether they changed, and whether the change is a sum of the old value and something that
-does not depend on it. ``runtime/groups/variables.py`` has the rules.
+For variables we also know whether they changed, and whether the new value is the old value plus a term that does not
+depend on it. ``runtime/groups/variables.py`` contains the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, mark_numbers
 
 _BEFORE = "twinshard variable before "
 _AFTER = "twinshard variable after "
-# With these all devices along the axes get the same, and with the others each its own.
+# These give all devices along the axes the same value; the other collectives give each device its own value.
 _MAKE_EQUAL = frozenset({"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"})
 _COLLECTIVES = _MAKE_EQUAL | {"reduce_scatter", "all_to_all", "ppermute", "pgather", "psum_scatter"}
 _SAME = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "stop_gradient"})
@@ -33,12 +33,12 @@ _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 
 @dataclass(frozen=True)
 class DeviceValue:
-    """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
+    """``axes``: mesh axes along which the value may differ. ``made_of``: paths of variables on which the value depends.
 
-    ``base``: the path of a variable, where the value is a sum of that variable and of what does not depend on it.
-    ``same``: whether the value is the variable itself. ``numbers``: constants and shapes that went into a value without
-    ``axes``; None where a collective did, which brings all rows. If the numbers change with the number of rows, the
-    value counts the rows of one device.
+    ``base``: the path of a variable, if the value is that variable plus a term that does not depend on it. ``same``:
+    whether the value is the variable itself. ``numbers``: constants and shapes from which a value without ``axes`` was
+    computed; None if a collective contributed, since a collective includes all rows. If the numbers change with the
+    number of rows, the value counts the rows of one device.
     """
 
     axes: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class DeviceValue:
     numbers: frozenset[Any] | None = frozenset()
 
     def __or__(self, other: DeviceValue) -> DeviceValue:
-        """What may be one or the other."""
+        """A value that may be either of the two."""
         base = self.base if self.base == other.base else None
         return DeviceValue(
             self.axes | other.axes,
@@ -70,19 +70,20 @@ _EQUAL = DeviceValue()
 
 
 def mark_before(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same variables, as those that a step begins with. Random keys have no marks."""
+    """The same variables, marked as the values at the start of a step. Random keys get no marks."""
     return {path: mark_numbers(value, _BEFORE + path) for path, value in variables.items()}
 
 
 def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same variables, as those that a step, or a device's part of it, ends with."""
+    """The same variables, marked as the values at the end of a step, or of a device's part of the step."""
     return {path: mark_numbers(value, _AFTER + path) for path, value in variables.items()}
 
 
 def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
-    """By path, what a closed jaxpr makes of marked variables; and those that a result of a ``shard_map`` depends on.
+    """The value of each marked variable after a closed jaxpr, by path; and the variables that ``shard_map`` results
+    depend on.
 
-    Raises ``ValueError`` for a loop or a choice that devices go through differently, with a collective inside.
+    Raises ``ValueError`` for a loop or a choice that contains a collective and that devices may execute differently.
     """
     reader = _Reader()
     reader.outputs(program.jaxpr, [_EQUAL] * len(program.jaxpr.invars))
@@ -93,14 +94,14 @@ def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
 class _Reader:
     after: dict[str, DeviceValue] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    # By jaxpr, which is kept so that its number stays its own.
+    # By the id of a jaxpr; the jaxpr is kept alive so that its id stays unique.
     sends: dict[int, tuple[Any, list[tuple[Any, frozenset[str]]]]] = field(default_factory=dict)
 
     def outputs(self, jaxpr: Any, inputs: Sequence[DeviceValue]) -> list[DeviceValue]:
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def get(atom: Any) -> DeviceValue:
-            # Literals have a value, and no hash.
+            # Literals have a value but no hash.
             if hasattr(atom, "val"):
                 return DeviceValue(numbers=frozenset([str(atom.val)]))
             return known.get(atom, _EQUAL)
@@ -125,7 +126,7 @@ class _Reader:
             results = self.outputs(jaxpr_of(params["jaxpr"]), inside)
             # A variable that only passes through is not read.
             self.read |= {path for result in results if not result.same for path in result.made_of}
-            # Outside of it there is one value.
+            # Outside the shard_map there is one value.
             return [_EQUAL] * len(results)
         if primitive == "cond":
             return self._choice(equation, operands)
@@ -149,7 +150,7 @@ class _Reader:
             first, others = operands[0], operands[1:]
             if primitive in ("add", "add_any") and first.base is None:
                 first, others = operands[1], operands[:1]
-            # What is the same on all devices is not a part of a sum over them.
+            # A term that is equal on all devices is not one device's part of a sum.
             if not any(first.base in other.made_of for other in others) and any(x.axes for x in others):
                 value = replace(value, base=first.base)
         elif primitive == "select_n":
@@ -199,7 +200,7 @@ class _Reader:
                     raise ValueError(_refusal(equation, collective, sorted(decides.axes)))
 
     def _sent(self, jaxpr: Any) -> list[tuple[Any, frozenset[str]]]:
-        """The collectives of a program and of all programs inside, and over which axes each goes."""
+        """The collectives of a program and of all inner programs, each with its axes."""
         if id(jaxpr) not in self.sends:
             collectives: list[tuple[Any, frozenset[str]]] = []
             for equation in jaxpr.eqns:
@@ -218,7 +219,7 @@ def _any_of(values: Sequence[DeviceValue]) -> DeviceValue:
 
 
 def _chosen(value: DeviceValue, decides: DeviceValue) -> DeviceValue:
-    """A value that a decision made: where that depends on a variable, so does how much was added to the variable."""
+    """A value from a decision. If the decision depends on a variable, so does the amount added to that variable."""
     base = None if value.base in decides.made_of and not value.same else value.base
     return DeviceValue(
         value.axes | (frozenset() if value.same else decides.axes),
@@ -243,7 +244,7 @@ def _named(spec: Any) -> frozenset[str]:
 
 def _refusal(equation: Any, collective: Any, axes: Sequence[str]) -> str:
     what = "lax.while_loop" if equation.primitive.name == "while" else "lax.cond"
-    # A unit's collectives have its path as a scope, and then what they do.
+    # The scope of a unit's collective is the unit's path, followed by the action.
     scopes = str(collective.source_info.name_stack).rstrip("/").split("/")
     acts = [i for i, scope in enumerate(scopes) if scope in ("gather", "reduce")]
     unit = "/".join(scopes[: acts[-1]]) if acts else ""
@@ -252,9 +253,9 @@ def _refusal(equation: Any, collective: Any, axes: Sequence[str]) -> str:
     )
     over = axes[0] if len(axes) == 1 else tuple(axes)
     return (
-        f"{what}{line_of(equation)}: expected a condition that is the same on all devices, since inside of it is "
-        f"{inside} from all devices, got one that depends on rows of the batch or on random numbers of a device: "
-        "devices would wait for each other for ever. Make one condition of all devices', such as "
-        f"jax.lax.psum(jnp.sum(~done), {over!r}) > 0; or decide by an input after the batch; or choose between results "
-        "by jnp.where; or use engine='pjit', where a condition sees all rows"
+        f"{what}{line_of(equation)}: expected a condition that is the same on all devices, since it contains {inside} "
+        "from all devices, got a condition that depends on rows of the batch or on a device's random numbers: "
+        "devices would wait for each other forever. Combine the conditions of all devices, for example "
+        f"jax.lax.psum(jnp.sum(~done), {over!r}) > 0; or decide by an input after the batch; or choose between "
+        "results with jnp.where; or use engine='pjit', where a condition sees all rows"
     )

@@ -1,16 +1,14 @@
-"""What is replaced while a model is traced: methods of units' classes, and functions of
-``jax.tree`` in users' modules.
+"""Replacements while a model is traced: methods of units' classes, and functions of ``jax.tree`` in users' modules.
 
-A stand-in for a unit is an instance of the unit's own class, so that ``isinstance`` and ``type``
-tell the truth. No instance can catch its own calls, so the methods of these classes are others as
-long as a model is traced: they hand calls on instances with stand-ins for parameters
-(``unit_parameter.py``) to the unit, and leave all others alone.
+A stand-in for a unit is an instance of the unit's own class, so that ``isinstance`` and ``type`` give the right answer.
+An instance cannot catch its own calls, so the methods of these classes are replaced while a model is traced. The
+replacements redirect calls on instances with stand-in parameters (``unit_parameter.py``) to the unit, and pass all
+other calls through.
 
-To JAX a stand-in has more leaves than one: zeros of the parameter's shape and, of a unit's first
-parameter, the unit's arrays. So a user's ``jax.tree.leaves(params)`` would count too many
-parameters, paths would have an entry too much, and a mask would not fit. Functions of this file, to
-which a unit's parameter is one leaf with the path that it has unsharded, therefore take the place
-of JAX's. Libraries that take pytrees apart to hand them to JAX still call JAX's own.
+For JAX a stand-in has several leaves: zeros of the parameter's shape and, in a unit's first parameter, the unit's
+arrays. So a user's ``jax.tree.leaves(params)`` would count too many parameters, paths would have an extra entry, and a
+mask would not fit. Functions of this file therefore replace JAX's; for them a unit's parameter is one leaf with its
+unsharded path. Libraries that flatten pytrees to pass them to JAX still call JAX's own functions.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ from flax import nnx
 
 from jax_impl.modules.unit_parameter import apply_to_leaves, is_unit_parameter, run_in_unit, unit_at, zeros_of
 
-# Classes and jax.tree belong to the process, and threads may trace at once: the first one replaces,
-# the last one restores.
+# Classes and jax.tree are shared by the whole process, and threads may trace concurrently: the first trace replaces,
+# the last trace restores.
 _LOCK = threading.Lock()
-# How many traces need a class's methods caught, and what the class itself had by their names.
+# The number of traces that need a class's methods caught, and the class's own attributes of these names.
 _traces: dict[type, int] = {}
 _own: dict[type, dict[str, Any]] = {}
-# The functions of jax.tree that are replaced while the methods of any class are.
+# The functions of jax.tree that are replaced while any class's methods are replaced.
 _replaced: list[Any] = []
 
 
 @contextmanager
 def catch_calls(classes: Iterable[type]) -> Iterator[None]:
-    """Methods of ``classes``, called on units or parts of them, run inside of the unit."""
+    """Run methods of ``classes`` inside the unit if they are called on a unit or a part of it."""
     classes = set(classes)
     with _LOCK:
         if classes and not any(_traces.values()):
@@ -71,11 +69,11 @@ def catch_calls(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """What an instance is called by, and methods; not those of builtins, and none that ``nnx.Module`` has, too."""
+    """``__call__`` and the methods of a class, except methods of builtins and methods that ``nnx.Module`` has, too."""
     names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
     methods = {}
     for name in names:
-        # A class may have something else by the name of its base's method.
+        # A class may have another kind of attribute with the name of its base's method.
         value = inspect.getattr_static(cls, name)
         special = name != "__call__" and (name.startswith("__") or hasattr(nnx.Module, name))
         bound = callable(value) and hasattr(type(value), "__get__")
@@ -98,7 +96,7 @@ def _catch(method: Any) -> Callable[..., Any]:
 
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "jax_impl"})
-# Folders of packages and of Python's own modules.
+# Folders of installed packages and of Python's standard library.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 # By their names in jax.tree_util; in jax.tree they have no prefix.
 _NAMES = (
@@ -113,13 +111,13 @@ _KNOWN = {_JAX[name]: name for name in _NAMES} | {getattr(jax.tree, short): _SHO
 
 
 def replace_functions() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Put the functions of this file in the place of JAX's. Returns what ``restore_functions`` needs."""
+    """Replace JAX's functions by the functions of this file. Returns the argument for ``restore_functions``."""
     replaced = []
     for module in [jax.tree, *sys.modules.values()]:
         if module in (jax.tree, jax.tree_util) or _package(getattr(module, "__name__", "")) not in _LIBRARIES:
             entries = getattr(module, "__dict__", {})
-            # Users' modules may import a function by any name. To look at all names of all packages
-            # takes four times as long, at every trace.
+            # Users' modules may import a function under any name. Checking all names of all packages would take four
+            # times as long, at every trace.
             names = (*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)
             replaced += [(module, name, entries[name]) for name in names if _is_known(entries.get(name))]
     replaced = list({(id(module), name): (module, name, own) for module, name, own in replaced}.values())

@@ -1,16 +1,17 @@
-"""linen modules with sharded parameters: submodules that are units run with weights gathered for them.
+"""linen modules with sharded parameters: a submodule that is a unit runs with its gathered weights.
 
-A submodule finds its parameters by its path, in the tree that ``Module.apply`` is given. Where that path is a unit, the
-call is caught and made again on an unbound copy, with the unit's own parameters::
+A submodule finds its parameters by its path in the tree that ``Module.apply`` receives. If that path is a unit, the
+call is caught and repeated on an unbound copy, with the unit's own parameters::
 
     apply(net, {"embed": E, "block_0": unit})
       net.embed(...)                    E
       net.block_0(...) -> caught        call_unit: block_0 alone, applied to its gathered parameters
 
-A stack that linen scans has its unit's arrays among its parameters, so that the loop slices them layer by layer::
+If linen scans a stack, the unit's arrays are among the stack's parameters, so that the loop slices them layer by
+layer::
 
     {"layers": {"Dense_0": {"kernel": zeros [N, ...]}, "twinshard unit": arrays [N, ...]}}
-      nn.scan(Block)(name="layers")     each pass: Block called with arrays [...] -> caught
+      nn.scan(Block)(name="layers")     each iteration: Block called with arrays [...] -> caught
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jax_impl.modules.unit_parameter import (
 )
 
 Path = tuple[str, ...]
-# Beside the parameters of a stack: a name that no linen module has, as it is no identifier.
+# The name of an entry next to the parameters of a stack; no linen module has this name, since it is not an identifier.
 _ARRAYS = "twinshard unit"
 
 
@@ -51,7 +52,7 @@ def apply_linen(
     mutable: Any = False,
     **kwargs: Any,
 ) -> Any:
-    """``module.apply`` in a loss over ``variables["params"]`` of a sharded model; the same without sharding.
+    """``module.apply`` for a loss over ``variables["params"]`` of a sharded model; also works without sharding.
 
     ::
 
@@ -61,18 +62,18 @@ def apply_linen(
         def loss(params, rows):
             return jnp.mean(apply_linen(net, {"params": params}, rows) ** 2)
 
-    Units are paths of submodules, such as ``Block_0``. A submodule at such a path runs with its weights gathered,
-    whichever of its methods is called, also under ``nn.remat``. A unit's random numbers come from keys made for it, so
-    they are others than linen's. They are the same on all devices, unless ``rngs`` come from the batch; streams of nnx
-    models differ by device.
+    Units are paths of submodules, such as ``Block_0``. A submodule at such a path runs with its weights gathered, for
+    any of its methods, also under ``nn.remat``. A unit's random numbers come from keys made for the unit, so they
+    differ from linen's. They are the same on all devices, unless ``rngs`` come from the batch; streams of nnx models
+    differ by device.
 
-    Modules lifted by ``nn.scan`` or ``nn.vmap`` over axis 0 of their parameters are stacks. Each layer of
-    ``fully_shard(params, mesh, units=["layers/*"], stacked=["layers"])`` is gathered and reduced in its turn inside of
-    the loop; the members of ``nn.vmap`` together.
+    Modules lifted by ``nn.scan`` or ``nn.vmap`` over axis 0 of their parameters are stacks. With ``fully_shard(params,
+    mesh, units=["layers/*"], stacked=["layers"])``, layers are gathered and reduced one after another inside the loop,
+    and the members of ``nn.vmap`` together.
 
     ``mutable``: names of collections that modules write, such as ``["batch_stats"]`` or ``["intermediates"]``; the
-    result is then ``(output, updated)``. Statistics are an input of the step that every device has whole, and a part of
-    its metrics: means over devices and microbatches, each of which has begun with the statistics given::
+    result is then ``(output, updated)``. Statistics are a replicated input of the step, and its metrics contain the new
+    statistics: means over devices and microbatches, each of which began with the given statistics::
 
         def loss(params, rows, stats):
             variables = {"params": params, "batch_stats": stats}
@@ -83,12 +84,12 @@ def apply_linen(
         state, metrics = step(state, rows, stats)
         stats = metrics["aux"]
 
-    Normalization uses the rows of one microbatch on one device, in the pjit engine of the whole microbatch. The same is
-    had in the shard_map engine by ``nn.BatchNorm(axis_name="dp")``, with the names of the mesh's axes.
+    Normalization uses the rows of one microbatch on one device; in the pjit engine, the rows of the whole microbatch.
+    In the shard_map engine, ``nn.BatchNorm(axis_name="dp")`` with the names of the mesh axes does the same.
 
-    Raises ``ValueError`` by name for units inside of a stack that ``stacked`` does not name, for units that use a
-    module outside of them or whose parameters are read from outside, and where ``mutable`` is no list of names or has
-    "params".
+    Raises ``ValueError`` that names units inside a stack that ``stacked`` does not name, units that use a module
+    outside them, and units whose parameters are read from outside; also if ``mutable`` is not a list of names or
+    contains "params".
     """
     names = _collections(mutable)
 
@@ -101,14 +102,14 @@ def apply_linen(
 
 
 def _collections(mutable: Any) -> list[str] | None:
-    """None for no result of what modules write."""
+    """None if the caller does not want what modules write."""
     if mutable is False:
         return None
     names = [mutable] if isinstance(mutable, str) else mutable
     if not isinstance(names, list | tuple | set | frozenset) or "params" in names:
         raise ValueError(
             f"mutable: expected False or names of collections other than params, such as ['batch_stats'], got "
-            f"{mutable!r}: parameters change in the optimizer's update only"
+            f"{mutable!r}: only the optimizer's update changes parameters"
         )
     return sorted(names)
 
@@ -123,7 +124,7 @@ def _apply(
     mutable: list[str] | None,
     sliced: bool = False,
 ) -> Any:
-    """``sliced``: inside of a layer, where units of the same stack have its arrays only."""
+    """``sliced``: inside a layer, where units of the same stack have only that layer's arrays."""
     params = variables.get("params", {})
     unit = unit_at(params)
     if unit is not None:
@@ -147,8 +148,8 @@ def _apply(
             )
     except (errors.ScopeParamNotFoundError, errors.ScopeCollectionNotFound) as error:
         raise ValueError(
-            "linen: expected parameters of all modules; where a unit uses those of a module outside of it, such as a "
-            f"field, choose units that contain both: {error}"
+            "linen: expected parameters for all modules; if a unit uses a module outside the unit, such as a field, "
+            f"choose units that contain both: {error}"
         ) from error
 
 
@@ -172,18 +173,19 @@ class _UnitCalls:
             return run(*args, **kwargs)
         if module.path == ():
             self.root = self.root or module
-            # A module of its own that is applied inside: its paths begin anew.
+            # A separate module that is applied inside has its own paths.
             return run(*args, **kwargs) if module is self.root else self._without(run, *args, **kwargs)
         stand_in = self.units.get(module.path)
-        # Lifted functions are no methods; what they call is caught in its turn.
+        # Lifted functions are not methods; the methods that they call are caught later.
         if stand_in is None or not hasattr(type(module), name):
             return run(*args, **kwargs)
         unbound, own = module.unbind()
         stand_in = self._checked(stand_in, own.get("params", {}))
-        # What is lifted in place (nn.scan on the method itself) is caught inside of the loop, and is not to loop again.
+        # A method that is lifted in place (nn.scan on the method itself) is caught inside the loop and must not loop
+        # again.
         method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
-        # In a lifted function others may be mutable than outside.
+        # Inside a lifted function, other collections may be mutable than outside.
         mutable = [name for name in self.mutable or () if module.is_mutable_collection(name)]
         layer = self.sliced or _unit(stand_in).layers is not None
 
@@ -201,13 +203,13 @@ class _UnitCalls:
         return output
 
     def _checked(self, stand_in: Tree, params: Tree) -> Tree:
-        """The unit with the arrays of this call, which are one layer's in a stack."""
+        """The unit with the arrays of this call; in a stack, the arrays of one layer."""
         unit, parameters = _unit(stand_in), unit_parameters(stand_in)
         params = dict(params)
         whole = [parameter.shape for parameter in parameters]
         arrays, fits = None, True
         if unit.layers is not None and not self.sliced:
-            # Without the arrays of a loop, it is a call with the whole stack.
+            # Without the arrays of a loop, the call gets the whole stack.
             looped = _for_loop(unit, parameters)
             arrays = params.pop(_ARRAYS, looped)
             fits = [own_array.shape for own_array in arrays] == [own_array.shape[1:] for own_array in looped]
@@ -224,13 +226,13 @@ class _UnitCalls:
             which = " or ".join(map(str, sorted(axes)))
             raise ValueError(
                 f"unit {unit.path!r}, {layers}: expected nn.scan or nn.vmap over axis 0 of its parameters, got one "
-                f'over axis {which}: write variable_axes={{"params": 0}}, with that axis of the parameters moved to '
-                "the front (jnp.moveaxis), or choose units that contain the loop"
+                f'over axis {which}: use variable_axes={{"params": 0}} and move that axis of the parameters to the '
+                "front (jnp.moveaxis), or choose units that contain the loop"
             )
         raise ValueError(
-            f"unit {unit.path!r}, {layers}: expected a linen module that is called with all of its parameters, or "
-            "with those of one layer of a stack inside of nn.scan or nn.vmap over axis 0: name what these lift by "
-            'fully_shard(..., units=["layers/*"], stacked=["layers"]), and nothing else'
+            f"unit {unit.path!r}, {layers}: expected a linen module that is called with all its parameters, or with "
+            "one layer's parameters of a stack inside nn.scan or nn.vmap over axis 0: name exactly the lifted "
+            'modules by fully_shard(..., units=["layers/*"], stacked=["layers"])'
         )
 
     def _without(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +248,7 @@ def _others(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placeholders(params: Tree, path: Path, units: dict[Path, Tree], sliced: bool) -> Tree:
-    """The tree with sealed zeros in place of units, since ``setup`` may look at parameters; nothing may use them."""
+    """The tree with sealed zeros in place of units: ``setup`` may look at parameters, but nothing may use them."""
     if is_whole_unit(params):
         units[path] = params
         unit, parameters = _unit(params), unit_parameters(params)
@@ -256,12 +258,12 @@ def _placeholders(params: Tree, path: Path, units: dict[Path, Tree], sliced: boo
         return {**zeros, _ARRAYS: _for_loop(unit, parameters)}
     if isinstance(params, Mapping):
         return {name: _placeholders(below, (*path, name), units, sliced) for name, below in params.items()}
-    # A box would constrain its value by names that the mesh may not have; the plan has cut the value already.
+    # A box would constrain its value to axis names that the mesh may lack; the plan has already cut the value.
     return params.value if isinstance(params, meta.Partitioned) else params
 
 
 def _without_arrays(params: Tree) -> Tree:
-    """Without what units inside carry."""
+    """The tree without the arrays that inner units carry."""
     if not isinstance(params, Mapping):
         return params
     return {name: _without_arrays(below) for name, below in params.items() if name != _ARRAYS}
@@ -274,9 +276,9 @@ def _unit(stand_in: Tree) -> UnitRun:
 
 
 def _for_loop(unit: UnitRun, parameters: Sequence[UnitParameter]) -> tuple[jax.Array, ...]:
-    """The arrays of a stack, with all axes that its parameters may be looped over.
+    """The arrays of a stack, with all axes over which a loop may slice its parameters.
 
-    And one more, whose shape inside of the loop tells axis 0 from others, whatever the sizes.
+    An extra array follows; its shape inside the loop tells axis 0 from other axes, for any sizes.
     """
     axes = min((parameter.ndim for parameter in parameters), default=1)
     shaped = (array.reshape(*array.shape, *(1,) * (axes - array.ndim)) for array in unit.arrays)
@@ -284,7 +286,7 @@ def _for_loop(unit: UnitRun, parameters: Sequence[UnitParameter]) -> tuple[jax.A
 
 
 def _looped_axes(whole: Sequence[tuple[int, ...]], cut: Sequence[tuple[int, ...]]) -> set[int]:
-    """Along which axes a loop may have cut shapes ``cut`` out of the whole ones."""
+    """The axes along which a loop may have cut the shapes ``cut`` out of the whole shapes."""
     if len(whole) != len(cut) or not whole:
         return set()
     return {

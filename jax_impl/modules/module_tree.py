@@ -1,7 +1,7 @@
-"""Cut an nnx model into units: chosen submodules, and the root with all that no other unit owns.
+"""Cut an nnx model into units: chosen submodules, and the root, which owns everything that no other unit owns.
 
-A *stack* is a module whose parameters have a leading axis over equal layers, as ``nnx.vmap`` makes them. Its layers
-count as modules of their own, and each unit inside it stands for as many equal ones::
+A *stack* is a module whose parameters have a leading axis over equal layers, as ``nnx.vmap`` creates them. Each layer
+counts as a separate module, and each unit inside a stack represents one unit per layer::
 
     model                     modules for patterns       units for ["layers/*"]
     layers: Block [4, ...]    layers/0 ... layers/3      "layers", 4 layers
@@ -27,7 +27,7 @@ ROOT = ""
 
 
 def _is_plain(_: Any, value: Any) -> bool:
-    """An array that is an attribute of a module, and in no Variable."""
+    """An array that is a plain attribute of a module, not in a Variable."""
     return not isinstance(value, nnx.Variable)
 
 
@@ -38,13 +38,13 @@ VARIABLES = nnx.Not(nnx.Any(nnx.Param, _is_plain))
 class UnitModule:
     """A unit's own structure, without values.
 
-    ``path``: module path in the model, ``""`` for the root. ``layers``: how many equal layers it stands for, None where
-    it is not in a stack; shapes are those of one. ``parameters``: paths in the model of the parameters it owns, in the
-    order of its leaves; ``names``: the same, dotted and relative to the unit; ``shapes`` and ``dtypes`` belong to them.
-    ``variables``: paths in the model of all other variables below it, those of inner units too. ``inner``: the units
-    right inside it, path -> key within. ``cls``: class of the module, or of the pytree that it stands for.
-    ``constants``: plain arrays of the model that are below it, by their places.
-    ``below``: places within, shapes and dtypes of the parameters of units inside, path -> in the order of their leaves.
+    ``path``: module path in the model, ``""`` for the root. ``layers``: the number of equal layers that the unit
+    represents, None outside a stack; shapes are those of one layer. ``parameters``: paths in the model of the unit's
+    own parameters, in the order of its leaves; ``names``: the same, dotted and relative to the unit; ``shapes`` and
+    ``dtypes``: of these parameters. ``variables``: paths in the model of all other variables below the unit, including
+    those of inner units. ``inner``: the units directly inside, path -> key within the unit. ``cls``: class of the
+    module, or of the pytree that it represents. ``constants``: plain arrays below the unit, by key. ``below``: keys
+    within the unit, shapes and dtypes of the parameters of inner units, by path, in the order of their leaves.
     """
 
     path: str
@@ -63,7 +63,7 @@ class UnitModule:
     below: Mapping[str, Sequence[tuple[Key, tuple[int, ...], Any]]]
 
     def values(self, leaves: Sequence[jax.Array], runs: Mapping[str, UnitRun]) -> Values:
-        """All parameters by place: ``leaves``, and what stands for those of inner units, which ``runs[path]`` runs."""
+        """All parameters by key: ``leaves``, and stand-ins for parameters of inner units, which ``runs[path]`` runs."""
         by_key: dict[Key, Any] = dict(zip(self.places, leaves, strict=True))
         for path, parameters in self.below.items():
             carried, length = tuple(runs[path].arrays), len(self.inner[path])
@@ -77,11 +77,11 @@ class UnitModule:
     def merge(
         self, leaves: Sequence[jax.Array], variables: Sequence[jax.Array], runs: Mapping[str, UnitRun]
     ) -> nnx.Module:
-        """The module with ``leaves`` as parameters; inner units are run by ``runs[path]``."""
+        """The module with ``leaves`` as parameters; ``runs[path]`` runs the inner units."""
         return self.made(self.values(leaves, runs), variables)
 
     def made(self, values: Values, variables: Sequence[jax.Array]) -> nnx.Module:
-        """The module with ``values`` as parameters, by place."""
+        """The module with ``values``, by key, as parameters."""
         return nnx.merge(
             self.graphdef,
             nnx.from_flat_state(list(values.items())),
@@ -90,29 +90,29 @@ class UnitModule:
         )
 
     def with_constants(self, values: Mapping[str, Any]) -> UnitModule:
-        """The same with other values of plain arrays, by path."""
+        """The same unit with other values of plain arrays, by path."""
         return replace(self, constants={key: values[joined(key)] for key in self.constants})
 
     def sealed_constants(self) -> UnitModule:
-        """The same, and a traced program shows whether its constants are changed. Raises ``ValueError`` for shapes."""
+        """The same unit; a traced program shows whether its constants change. Raises ``ValueError`` for shapes."""
         for key, value in self.constants.items():
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(
-                    f"array {joined(key)!r}: expected values of a plain array of the model, got its shape: "
-                    "fully_shard and init_sharded have them"
+                    f"array {joined(key)!r}: expected the values of a plain array of the model, got only its shape: "
+                    "use fully_shard or init_sharded, which keep the values"
                 )
         return self.with_constants({joined(p): constant(joined(p), x) for p, x in self.constants.items()})
 
     def changed_constants(self, module: nnx.Module) -> dict[str, jax.Array]:
-        """Plain arrays of a merged module that are other objects than those it was made of."""
+        """Plain arrays of a merged module that are no longer the original objects."""
         after = dict(nnx.to_flat_state(nnx.state(module, _is_plain)))
         return {joined(p): after[p] for p, x in self.constants.items() if p in after and after[p] is not x}
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
         """The variables of a merged module after it ran.
 
-        Variables that appeared are left out at the root, where a loss can read them, as sown ones are meant to be. In
-        another unit they could not leave it: raises ``ValueError`` with their paths.
+        At the root, new variables are ignored: a loss can read them there, as it reads sown variables. In another unit
+        they could not leave the unit, so this raises ``ValueError`` with their paths.
         """
         state = nnx.as_pure(nnx.state(module, VARIABLES))
         after = dict(nnx.to_flat_state(state))
@@ -126,10 +126,10 @@ class UnitModule:
 
 @dataclass(frozen=True)
 class VariableInfo:
-    """A variable that is no parameter: its nnx type, shape and dtype.
+    """A variable that is not a parameter: its nnx type, shape and dtype.
 
-    ``rule``: how one value comes of several devices' (``runtime/groups/variables.py``), None where all must have the
-    same. ``rows``: of rule "rows", the dimension that is cut over the devices as a batch is.
+    ``rule``: how the values of several devices become one (``runtime/groups/variables.py``), None if they must be
+    equal. ``rows``: for rule "rows", the dimension that is cut over the devices like a batch.
     """
 
     cls: type[nnx.Variable]
@@ -146,7 +146,7 @@ def joined(key: Iterable[Any]) -> str:
 def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
     """``{path: value}`` of every parameter, paths like ``layers/0/mlp/up/kernel``.
 
-    Sorted part by part, list indices as numbers: ``layers/2`` comes before ``layers/10``.
+    Paths are sorted part by part, list indices as numbers: ``layers/2`` comes before ``layers/10``.
     """
     return {joined(key): v.get_raw_value() for key, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
@@ -163,7 +163,7 @@ def constant_leaves(model: nnx.Module) -> dict[str, Any]:
 
 
 def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
-    """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
+    """The variables without values. Raises ``ValueError`` that names the path of a variable without an array."""
     infos = {}
     for key, variable in nnx.to_flat_state(nnx.state(model, VARIABLES)):
         value = variable.get_raw_value()
@@ -174,22 +174,22 @@ def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
 
 
 def abstract(model: nnx.Module) -> nnx.Module:
-    """A copy of the model with shapes and dtypes in place of values, but for plain arrays."""
+    """A copy of the model with shapes and dtypes in place of values; plain arrays keep their values."""
     graphdef, constants, state = cast(tuple[Any, Any, Any], nnx.split(model, _is_plain, ...))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     return nnx.merge(graphdef, constants, shapes)
 
 
 def whole_model(model: nnx.Module) -> UnitModule:
-    """The model as one unit with all parameters; never touches the model itself."""
+    """The model as one unit with all parameters; the model itself is not changed."""
     whole = abstract(model)
     return _split(whole, (), None, _variable_paths(whole))
 
 
 def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]:
-    """Dotted path -> path in the model of every module that may be a unit, the root first; stacks layer by layer.
+    """Dotted path -> path in the model, for every module that may be a unit; the root first, stacks layer by layer.
 
-    Lists and dictionaries of modules are none; in a pytree, lists that hold arrays are.
+    Lists and dictionaries of modules cannot be units; in a pytree, lists that hold arrays can.
     """
     by_dotted: dict[str, str] = {}
     for key, module in _modules(model):
@@ -201,7 +201,7 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
 
 
 def dotted_paths(path: str, stacks: Mapping[str, int]) -> list[str]:
-    """The path of a module or parameter with dots, as policies match it: of a stack one for each layer."""
+    """The dotted paths of a module or parameter, as policies match them: one per layer for a stack."""
     stack = next((name for name in stacks if path == name or path.startswith(f"{name}/")), None)
     if stack is None:
         return [path.replace("/", ".")]
@@ -214,13 +214,13 @@ def split_units(
 ) -> dict[str, UnitModule]:
     """Units of ``model`` at the module ``paths``, in the order of the model, the root last.
 
-    Raises ``ValueError`` when one parameter lies in two units (tied weights).
+    Raises ``ValueError`` if one parameter is in two units (tied weights).
     """
     whole, claimed = abstract(model), abstract(model)
     variables = _variable_paths(whole)
     keys = [key for key, _ in _modules(whole) if joined(key) in paths and key]
     owners: dict[int, tuple[str, str]] = {}
-    # Innermost first: what is left of an outer unit is its own.
+    # Innermost units first: an outer unit owns the rest.
     for key in sorted(keys, key=len, reverse=True):
         _claim(_get(claimed, key), key, owners)
         _set(claimed, key, None)
@@ -238,7 +238,7 @@ def _split(
     variable_paths: Mapping[int, str],
     keys: Sequence[Key] = (),
 ) -> UnitModule:
-    """``keys``: of all units."""
+    """``keys``: the keys of all units."""
     inside = [other[len(key) :] for other in keys if len(other) > len(key) and other[: len(key)] == key]
     inner = {
         joined((*key, *below)): below
@@ -286,7 +286,7 @@ def _split(
 
 
 def _dtype_in_jax(dtype: Any) -> Any:
-    """NumPy's 64 bits are 32 in JAX, unless x64 is on."""
+    """NumPy's 64-bit dtypes become 32-bit in JAX, unless x64 is on."""
     return (
         dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
     )
@@ -310,7 +310,7 @@ def _variable_paths(model: nnx.Module) -> dict[int, str]:
 
 
 def _claim(module: nnx.Module, key: Key, owners: dict[int, tuple[str, str]]) -> None:
-    """Note the variables that are this unit's own; ``owners`` gives each variable's unit and path."""
+    """Record the variables that this unit owns; ``owners`` maps each variable to its unit and path."""
     unit = joined(key)
     for below, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param):
@@ -319,7 +319,7 @@ def _claim(module: nnx.Module, key: Key, owners: dict[int, tuple[str, str]]) -> 
             if owner != unit:
                 raise ValueError(
                     f"parameter {path!r} of unit {unit!r} is the same variable as {first!r} of unit {owner!r}: tied "
-                    "weights must lie in one unit, choose units that do not separate them"
+                    "weights must be in one unit: choose units that do not separate them"
                 )
 
 

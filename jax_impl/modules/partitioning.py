@@ -1,4 +1,4 @@
-"""Which parameters are cut over which model axes: what a policy or ``parallel=`` says, and what the model itself says.
+"""Decide which model axes cut which parameters, from a policy or ``parallel=``, and from annotations in the model.
 
 ::
 
@@ -6,7 +6,7 @@
     parallel=              {"layers/*/mlp/up": "colwise", "layers/*/mlp/down/kernel": PartitionSpec("tp", None)}
     the model              nnx.with_partitioning(init, (None, "tp")), linen's nn.Partitioned, logical names with rules
 
-Dimensions are those of one layer, also of a stack. Which one a style means depends on what a parameter is
+Dimensions are counted within one layer, also for a stack. A style's dimension depends on the role of the parameter
 (``bridge.core.sharding.policy.parallel_styles``).
 """
 
@@ -42,10 +42,9 @@ def cuts_of(
     policy: ShardingPolicy | None,
     parallel: Parallel | None,
 ) -> Cuts:
-    """By path, the parameters that are cut over model axes of ``mesh``; annotations without effect are warned of.
+    """The cuts of parameters over model axes of ``mesh``, by path. Warns about annotations without effect.
 
-    Raises ``ValueError`` for axes and dimensions that do not fit, by parameter, and for a model axis over which nothing
-    is cut.
+    Raises ``ValueError`` that names a parameter whose axes or dimensions do not fit, or a model axis that cuts nothing.
     """
     axes = ModelAxes.of(mesh)
     if not axes.names:
@@ -78,10 +77,10 @@ def _check_axes(axes: ModelAxes, cuts: Cuts) -> None:
     for name in axes.names:
         if name not in used:
             raise ValueError(
-                f"mesh: nothing is cut over the model axis {name!r}, so that its devices would all do the same work; "
-                f'expected a policy with [[parallel]] axis = "{name}", parallel={{"layers/*/mlp/up": "colwise"}}, or a '
-                "model with sharding annotations (nnx.with_partitioning). Rename the axis (for example to 'dp') if the "
-                "axis is data-parallel"
+                f"mesh: the model axis {name!r} cuts no parameter, so all its devices would do the same work; "
+                f'expected a policy with [[parallel]] axis = "{name}", parallel={{"layers/*/mlp/up": "colwise"}}, or '
+                "a model with sharding annotations (nnx.with_partitioning). Rename the axis (for example to 'dp') if "
+                "the axis is data-parallel"
             )
 
 
@@ -105,25 +104,26 @@ def _of_annotations(
                 if not is_model_axis(name):
                     raise ValueError(
                         f"parameter {path!r}: expected an annotation that names model axes only, got {names}, where "
-                        f"{name!r} is a data-parallel axis: strategies shard over those, leave the name out"
+                        f"{name!r} is a data-parallel axis: strategies shard over data-parallel axes, so remove the "
+                        "name"
                     )
                 yield path, Cut(name, dimension)
     warn_of_annotations(model, unknown)
 
 
 def _entries_of_a_layer(path: str, names: Any, layers: int | None, ndim: int, mesh: Mesh) -> tuple[Any, ...]:
-    """The annotation without the stack's axis, if there is one."""
+    """The annotation without the stack's axis, if the annotation includes that axis."""
     entries = tuple(names)
     if layers is None or len(entries) == ndim:
         return entries
     if len(entries) != ndim + 1:
         raise ValueError(
-            f"parameter {path!r} of a stack: expected an annotation with a name, or None, for each of {ndim} "
-            f"dimensions, or of {ndim + 1} with that of the layers, got {names}"
+            f"parameter {path!r} of a stack: expected an annotation with a name or None for each of {ndim} "
+            f"dimensions, or of {ndim + 1} including the layers, got {names}"
         )
     if entries[0] in mesh.axis_names:
         raise ValueError(
-            f"parameter {path!r} of a stack: expected no axis of the mesh for the dimension of the layers, which are "
+            f"parameter {path!r} of a stack: expected no axis of the mesh for the layer dimension, since layers are "
             f"scanned, got {names}"
         )
     return entries[1:]
@@ -132,7 +132,7 @@ def _entries_of_a_layer(path: str, names: Any, layers: int | None, ndim: int, me
 def _entries(
     policy: ShardingPolicy | None, parallel: Parallel | None, axes: ModelAxes
 ) -> tuple[ParallelPolicy, ...]:
-    """Those that have a style; ``parallel`` takes the place of the policy's."""
+    """The entries that have a style; ``parallel`` replaces the policy's entries."""
     if parallel is None:
         return () if policy is None else policy.parallel
     styles = {pattern: style for pattern, style in parallel.items() if not isinstance(style, PartitionSpec)}
@@ -143,13 +143,14 @@ def _entries(
 
 
 def _axis_for(pattern: str, style: str, axes: ModelAxes) -> str:
-    """The model axis that a style means: the one for experts, or the other; the only one where there is one."""
+    """The model axis to which a style applies: the axis for experts or the other axis; if there is only one, that
+    one."""
     for_experts = [name for name in axes.names if (name.lower() in EXPERT_AXES) == (style == "expert")]
     meant = list(axes.names) if len(axes.names) == 1 else for_experts
     if len(meant) != 1:
         raise ValueError(
-            f"parallel: expected one model axis that {style!r} of {pattern!r} can mean, got {list(axes.names)}: say it "
-            "by a PartitionSpec"
+            f"parallel: expected one model axis to which {style!r} of {pattern!r} can apply, got {list(axes.names)}: "
+            "name the axis in a PartitionSpec"
         )
     return meant[0]
 
@@ -172,10 +173,10 @@ def _of_entries(
             for below in _parameters(dotted, path, names, shapes):
                 role, shape = roles[names[below]], shapes[names[below]]
                 if role == "kernel" and len(shape) > 3 and entry.style in ("colwise", "rowwise"):
-                    # Of linen and other pytrees a convolution's kernel is an array like any other.
+                    # In linen and other pytrees, nothing marks an array as a convolution's kernel.
                     raise ValueError(
                         f"{source}: [[parallel]]: {below}: expected dimension = N for a kernel of shape "
-                        f"{tuple(shape)}, whose input and output dimensions are not known, got style {entry.style!r}"
+                        f"{tuple(shape)}, whose input and output dimensions are unknown, got style {entry.style!r}"
                     )
                 dimension = _dimension(entry, role, len(shape))
                 if dimension is not None:
@@ -184,12 +185,12 @@ def _of_entries(
     for path, layers in by_name.items():
         _check_layers(path, list(layers.values()), _layers(path, stacks))
         for cut in next(iter(layers.values())):
-            # The compiler makes what a contiguous cut of a fused dimension needs.
+            # For a contiguous cut of a fused dimension, the compiler adds the necessary communication.
             yield path, Cut(cut.axis, cut.dimension)
 
 
 def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str]) -> dict[str, str]:
-    """Dotted path -> path of all modules and parameters, of a stack layer by layer."""
+    """Dotted path -> path of all modules and parameters, with stacks layer by layer."""
     by_dotted = module_paths(model, stacks)
     for path in shapes:
         by_dotted.update(dict.fromkeys(dotted_paths(path, stacks), path))
@@ -199,7 +200,7 @@ def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str])
 def _parameters(
     dotted: str, path: str, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Dotted paths of the parameter itself, or of those of a module."""
+    """Dotted paths of the parameter itself, or of a module's parameters."""
     if path in shapes:
         return [dotted]
     return [name for name, below in names.items() if below in shapes and name.startswith(f"{dotted}.")]
@@ -210,8 +211,8 @@ def _check_layers(path: str, layers: Sequence[Mapping[Cut, None]], expected: int
         len(layers) != expected or any(own.keys() != layers[0].keys() for own in layers)
     ):
         raise ValueError(
-            f"parameter {path!r}: expected all {expected} layers of a stack to be cut alike, since they are scanned, "
-            f"got {len(layers)} that are cut: use a pattern like layers.*"
+            f"parameter {path!r}: expected equal cuts of all {expected} layers of a stack, since layers are scanned, "
+            f"got cuts of {len(layers)} layers: use a pattern like layers.*"
         )
 
 
@@ -246,7 +247,7 @@ def _of_specs(
 
 
 def _roles(model: nnx.Module) -> dict[str, str]:
-    """Of each parameter: "convolution", "embedding", "bias" or "kernel"."""
+    """The role of each parameter: "convolution", "embedding", "bias" or "kernel"."""
     roles = {}
     for key, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
@@ -268,7 +269,7 @@ def _role(module: nnx.Module, name: str) -> str:
 
 
 def _dimension(entry: ParallelPolicy, role: str, ndim: int) -> int | None:
-    """Which dimension of a parameter an entry cuts; None for one that stays whole."""
+    """The dimension of a parameter that an entry cuts; None for a parameter that stays whole."""
     if entry.dimension is not None:
         return entry.dimension if entry.dimension < ndim else None
     assert entry.style is not None
@@ -276,9 +277,9 @@ def _dimension(entry: ParallelPolicy, role: str, ndim: int) -> int | None:
 
 
 def warn_of_annotations(model: nnx.Module, annotated: Mapping[str, Any] | None = None) -> None:
-    """Warn with ``RuntimeWarning`` of parameters, by path, that name an axis which has no effect.
+    """Warn with ``RuntimeWarning`` about parameters, by path, whose annotations name an axis without effect.
 
-    ``annotated``: names by path; None: all that name an axis for one of their dimensions.
+    ``annotated``: names by path; None: all parameters with an axis name for one of their dimensions.
     """
     if annotated is None:
         listed = (*_of_variables(model, {}), *_of_boxes(model, {}))
@@ -287,18 +288,18 @@ def warn_of_annotations(model: nnx.Module, annotated: Mapping[str, Any] | None =
         return
     shown = first_of([f"{path!r} {names}" for path, names in annotated.items()])
     warn_caller(
-        f"model: {len(annotated)} parameters carry sharding annotations, which have no effect: {shown}; "
-        "jax_impl cuts parameters over the data-parallel axes of the mesh, "
-        "and over its model axes (tp, ep, ...) where annotations name those. Take the annotations away to be sure that "
-        "nothing relies on them: leave out nnx.with_partitioning, or pass flax.linen.meta.unbox(params)",
+        f"model: {len(annotated)} parameters have sharding annotations that have no effect: {shown}; jax_impl cuts "
+        "parameters over the data-parallel axes of the mesh, and over its model axes (tp, ep, ...) if annotations "
+        "name these. Remove the annotations, so that nothing relies on them: omit nnx.with_partitioning, or pass "
+        "flax.linen.meta.unbox(params)",
         RuntimeWarning,
     )
 
 
 def annotations_of(model: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """Path and names of each parameter that names an axis, logical names replaced by flax's rules.
+    """Path and axis names of each annotated parameter, with logical names replaced by flax's rules.
 
-    Rules are those of the variable or box, or ``flax.linen.logical_axis_rules`` around.
+    The rules come from the variable or box, or from an enclosing ``flax.linen.logical_axis_rules``.
     """
     rules = dict(get_logical_axis_rules())
     for path, names in _of_variables(model, rules):
@@ -312,7 +313,7 @@ def annotations_of(model: nnx.Module) -> Iterator[tuple[str, Any]]:
 def _of_variables(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         metadata = variable.get_metadata()
-        # A NamedSharding has its names in a spec.
+        # A NamedSharding stores its names in a spec.
         names = metadata.get("out_sharding")
         names = getattr(names, "spec", names)
         yield (

@@ -1,15 +1,15 @@
-"""Find the blocks that a model repeats: what becomes units where nobody says which modules should.
+"""Find the blocks that a model repeats; they become the units if the caller chooses none.
 
-Candidates are numbered siblings. A series of them counts when two members have parameters of the same names, or when
-it is a list of one member, or has one of the usual names::
+Candidates are numbered siblings. A series of siblings counts if two members have parameters with the same names, or if
+the series is a list of one member, or has one of the usual names::
 
     layers/0, layers/1, ...            items of a list, layers of a stack
     Block_0, Block_1, ...              as linen numbers modules; also layers_0, block0
     block, block_1, ...                as haiku numbers modules
 
-Of a series whose members have submodules with parameters only such members are blocks: an embedding and a norm in one
-list with the blocks are none. Series inside of blocks do not count (experts of a layer), and where any blocks have
-submodules, series of modules without (``Dense_0``, ``Dense_1`` beside ``Block_*``) do not count either.
+If members of a series have submodules with parameters, only such members are blocks, so an embedding and a norm in one
+list with the blocks are not. Series inside blocks do not count (experts of a layer). If any blocks have submodules, a
+series of modules without submodules (``Dense_0``, ``Dense_1`` next to ``Block_*``) does not count either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Series = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Module:
-    """``names``: of its parameters, relative; ``composite``: has submodules that have parameters."""
+    """``names``: relative names of its parameters; ``composite``: whether it has submodules with parameters."""
 
     path: str
     names: frozenset[str]
@@ -33,7 +33,7 @@ class _Module:
 
 
 def repeated_blocks(paths: Mapping[str, str], parameters: Iterable[str]) -> list[str]:
-    """Dotted paths of the blocks, in the order of ``paths``; none where nothing is repeated.
+    """Dotted paths of the blocks, in the order of ``paths``; empty if nothing is repeated.
 
     ``paths``: dotted path -> path in the model of every module that may be a unit. ``parameters``: paths in the model.
     """
@@ -49,7 +49,7 @@ def repeated_blocks(paths: Mapping[str, str], parameters: Iterable[str]) -> list
     }
     series = _series(modules)
     chosen: list[_Module] = []
-    # Outermost first, so that series inside of blocks are seen to be.
+    # Outermost first, so that series inside blocks are recognized.
     for members in sorted(series, key=lambda members: members[0].path.count(".")):
         inside = any(members[0].path.startswith(f"{block.path}.") for block in chosen)
         if not inside:

@@ -1,15 +1,16 @@
-"""See to it that nothing but a unit's own call uses its weights.
+"""Ensure that only a unit's own call uses its weights.
 
-What a step holds of a unit's weights is reachable from a loss function: ``nnx.state(model)`` has it, so does
-``jax.tree.leaves(params)``. But it is a shard, or a flat buffer, and its gradient is dropped: a penalty on all
-parameters would be wrong without a word. So weights are sealed where a step begins and opened in their unit, both by
-names in the traced program, and the program is read before it is compiled::
+A loss function can reach the array that a step holds for a unit's weights, by ``nnx.state(model)`` or
+``jax.tree.leaves(params)``. But that array is a shard or a flat buffer, and its gradient is dropped: a penalty on all
+parameters would be silently wrong. So weights are sealed at the start of a step and opened in their unit, both by names
+in the traced program, and the program is checked before compilation::
 
     weights at rest -> hold -> seal "layers/0" -> slices, loops, ... -> open -> gather -> apply
                                                 \\-> anything else: refused
 
-A parameter that a loss sees of a unit is zeros, sealed as well. What becomes of them would be lost, so the unit's call
-takes a witness of each, without elements: one that was computed with, replaced, or stopped alone is refused.
+A loss sees a unit's parameters as zeros, which are also sealed. Changes to the zeros would be lost, so the unit's call
+takes an empty array from each as a witness, and refuses a parameter that was used in a computation, replaced, or passed
+through stop_gradient without the others.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ Equations = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Seal:
-    """Of a variable: the path of its unit. ``stopped``: it has passed stop_gradient.
+    """The seal of a variable. ``path``: its unit. ``stopped``: whether the variable passed through stop_gradient.
 
-    ``rank``: of a parameter how many of its last dimensions are its own, whose elements stay where they are; those
-    before number the layers of a stack. ``free``: it is a constant, which may be used; the path is its own.
+    ``rank``: the number of a parameter's own (last) dimensions, whose elements must not move; the dimensions before
+    index the layers of a stack. ``free``: whether the variable is a constant, which may be used; ``path`` is then its
+    own path.
     """
 
     path: str
@@ -55,7 +57,7 @@ _PARAMETER = "twinshard parameter "
 _OPEN = "twinshard opened"
 _CONSTANT = "twinshard constant "
 _UNCHANGED = "twinshard unchanged "
-# What hands weights on as they are, or some layers' of a stack.
+# Operations that pass weights on unchanged, or pass on some layers of a stack.
 _MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice",
     "dynamic_update_slice", "gather", "name", "optimization_barrier", "reshape", "rev",
@@ -70,14 +72,14 @@ _LIBRARIES = tuple(
 
 
 def seal(path: str, arrays: T) -> T:
-    """The same arrays, to be used by unit ``path`` only."""
-    # A name of jax.checkpoint's: an operation that computes nothing, has derivatives and batching, stays in
-    # the jaxpr, and is gone in the compiled program.
+    """The same arrays, for use only by unit ``path``."""
+    # A checkpoint name is an operation that computes nothing, supports differentiation and batching, stays in the
+    # jaxpr, and disappears in the compiled program.
     return checkpoint_name(arrays, _SEAL + path)
 
 
 def mark_numbers(tree: T, name: str) -> T:
-    """The same arrays, by ``name`` in the traced program. Random keys have no marks."""
+    """The same arrays, marked with ``name`` in the traced program. Random keys get no marks."""
 
     def mark(leaf: Any) -> Any:
         is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -87,17 +89,17 @@ def mark_numbers(tree: T, name: str) -> T:
 
 
 def seal_parameter(path: str, zeros: jax.Array, rank: int) -> jax.Array:
-    """Zeros in place of a parameter of unit ``path``. ``rank``: its dimensions without those of a stack."""
+    """Zeros in place of a parameter of unit ``path``. ``rank``: its number of dimensions without the stack's."""
     return checkpoint_name(zeros, f"{_PARAMETER}{rank} {path}")
 
 
 def constant(path: str, array: Any) -> jax.Array:
-    """A plain array of the model at ``path``, which no loss changes."""
+    """A plain array of the model at ``path``, which no loss may change."""
     return checkpoint_name(jnp.asarray(array), _CONSTANT + path)
 
 
 def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
-    """The same ``output``, in a program that shows whether ``arrays`` are the constants still."""
+    """The same ``output``, in a program that shows whether ``arrays`` are still the constants."""
     witnesses = [
         checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path)
         for path, array in arrays.items()
@@ -106,30 +108,31 @@ def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
 
 
 def witness(zeros: jax.Array) -> jax.Array:
-    """No elements of a sealed parameter, for ``witnessed``: a program shows by it what became of the parameter."""
+    """An empty slice of a sealed parameter, for ``witnessed``: it shows in the program what happened to the
+    parameter."""
     return _once(no_elements(zeros))
 
 
 def no_elements(array: jax.Array) -> jax.Array:
-    """A witness of arrays that JAX may differentiate by, which have no gradient."""
+    """An empty witness of an array that JAX may differentiate; it has no gradient."""
     if array.ndim == 0:
         return lax.broadcast_in_dim(array, (0,), ())
     return lax.slice(array, (0,) * array.ndim, (0,) * array.ndim)
 
 
 def witnessed(arrays: T, witnesses: Sequence[jax.Array]) -> T:
-    """The same arrays, in a program that has ``witnesses`` of the parameters and constants that they come from."""
+    """The same arrays, in a program with ``witnesses`` of the parameters and constants from which the arrays come."""
 
     def shown(x: jax.Array) -> jax.Array:
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
         return x if is_key else _witnessed(x, *witnesses)
 
-    # Every array, since a program need not use them all.
+    # Mark every array, since a program may not use all of them.
     return jax.tree.map(shown, arrays) if witnesses else arrays
 
 
 def open_sealed(arrays: T) -> T:
-    """The same arrays, free to use, but not to be differentiated."""
+    """The same arrays, free to use, but not differentiable."""
     return jax.tree.map(_once, checkpoint_name(arrays, _OPEN))
 
 
@@ -138,8 +141,8 @@ def _once(arrays: T) -> T:
     return arrays
 
 
-# A primitive of its own, since of calls that have derivatives of their own JAX keeps no trace in loops that it
-# differentiates. Compiled, it is its first operand; to what reads programs, a call that returns it.
+# A separate primitive, because JAX drops calls with custom derivatives from loops that it differentiates. Compiled, the
+# primitive is its first operand; to a reader of programs, it is a call that returns this operand.
 WITNESSED = Primitive("twinshard_witnessed")
 WITNESSED.def_impl(lambda array, *_, call_jaxpr: array)
 WITNESSED.def_abstract_eval(lambda array, *_, call_jaxpr: array)
@@ -156,16 +159,17 @@ def _witnessed(*operands: jax.Array) -> jax.Array:
 
 @_once.defjvp
 def _twice(primals: Any, tangents: Any) -> Any:
-    # Gradients are collected by another way, so this one would be left out of derivatives of derivatives.
+    # Gradients are collected separately, so second derivatives would miss this part.
     raise ValueError(
-        "loss: expected first derivatives of units only, got a derivative of one (a gradient inside of the loss, such "
-        "as a gradient penalty): it would miss what goes through units' weights. Choose no units that it goes through"
+        "loss: expected only first derivatives of units, got a derivative of a derivative (a gradient inside the "
+        "loss, such as a gradient penalty): the result would miss the part through the units' weights. Choose units "
+        "that this gradient does not pass through"
     )
 
 
 def check_seals(program: Any) -> None:
-    """Raises ``ValueError`` for a closed jaxpr that uses sealed weights, with the unit and the line that does."""
-    # What is computed and never used does no harm, and linen's setup may do so.
+    """Raise ``ValueError`` for a closed jaxpr that uses sealed weights, with the unit and the line of the use."""
+    # Unused computations are harmless, and linen's setup may contain some.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
     for seal in _outputs(jaxpr, [None] * len(jaxpr.invars), ()):
         if seal is not None and not seal.free:
@@ -173,7 +177,7 @@ def check_seals(program: Any) -> None:
 
 
 def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> list[Seal | None]:
-    """Which outputs are sealed, when these inputs are. ``around``: the equations that the jaxpr is inside of."""
+    """The seals of the outputs for given seals of the inputs. ``around``: the equations that contain the jaxpr."""
     sealed: dict[Any, Seal] = {
         v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None
     }
@@ -193,7 +197,8 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
         if isinstance(label, str) and label.startswith(_UNCHANGED) and operands[0] is None:
             raise ValueError(
                 f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
-                "model, got one that the loss changes: make it an nnx.Variable, whose values go from step to step"
+                "model, got an array that the loss changes: make it an nnx.Variable, whose value carries over from "
+                "step to step"
             )
         if label == _OPEN:
             continue
@@ -215,7 +220,7 @@ def _results(equation: Any, operands: Sequence[Seal | None], around: Equations) 
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
         own = operands[tests:]
         looped = _looped(jaxpr_of(params["body_jaxpr"]), own, constants, len(own) - constants, around)
-        # It may end before its first pass.
+        # The loop may end before its first iteration.
         carried = [before or after for before, after in zip(own[constants:], looped, strict=True)]
         _outputs(jaxpr_of(params["cond_jaxpr"]), [*operands[:tests], *carried], around)
         return carried
@@ -242,9 +247,10 @@ def _results(equation: Any, operands: Sequence[Seal | None], around: Equations) 
 
 
 def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
-    """Whether a move hands on sealed arrays alone, and each layer's elements stay where they are in the layer."""
+    """Whether an operation passes on only sealed arrays, and keeps each layer's elements at their positions in the
+    layer."""
     primitive, params = equation.primitive.name, equation.params
-    # What comes before is what a choice is made by, and behind are indices.
+    # The operands before are the condition of a choice; the operands after are indices.
     first = 1 if primitive == "select_n" else 0
     last = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2}.get(primitive)
     ranks = [None if seal is None else seal.rank or 0 for seal in operands[first:last]]
@@ -259,7 +265,7 @@ def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
     )
     layers = operand.ndim - rank
     if primitive in ("transpose", "broadcast_in_dim"):
-        # Where the dimensions of a layer come from, or go.
+        # The source or the target of a layer's dimensions.
         dimensions = params["permutation" if primitive == "transpose" else "broadcast_dimensions"]
         return tuple(dimensions[layers:]) == tuple(range(result.ndim - rank, result.ndim))
     moved = [params[name] for name in ("dimension", "axis") if name in params]
@@ -272,22 +278,22 @@ def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
 
 
 def _check_witnesses(operands: Sequence[Seal | None]) -> None:
-    """Raises ``ValueError`` unless the arrays of a call, and its parameters, have come from one unit unchanged."""
+    """Raise ``ValueError`` unless the arrays and parameters of a call come unchanged from one unit."""
     seals = [seal for seal in operands if seal is not None and not seal.free]
     if seals and None in operands[1:]:
-        raise ValueError(_refusal(seals[0].path, "others in place of some (jnp.zeros_like of them)"))
+        raise ValueError(_refusal(seals[0].path, "replacements for some of them (such as jnp.zeros_like)"))
     if len({seal.stopped for seal in seals}) > 1:
         raise ValueError(
-            f"unit {seals[0].path!r}: expected jax.lax.stop_gradient of all of its parameters or of none, got it of "
-            "some, which its gradients cannot follow: fully_shard(..., frozen=[...]) freezes parameters by their "
-            "paths"
+            f"unit {seals[0].path!r}: expected jax.lax.stop_gradient on all of its parameters or on none, got it on "
+            "some, which the unit's gradients cannot follow: use fully_shard(..., frozen=[...]) to freeze parameters "
+            "by path"
         )
 
 
 def _looped(
     body: Any, operands: Sequence[Seal | None], constants: int, carries: int, around: Equations
 ) -> list[Seal | None]:
-    """Outputs of a loop; what one pass seals, the next one carries."""
+    """The seals of a loop's outputs; seals from one iteration are carried into the next."""
     inputs = list(operands)
     while True:
         outputs = _outputs(body, inputs, around)
@@ -298,7 +304,7 @@ def _looped(
 
 
 def inner_program(equation: Any) -> Any:
-    """The jaxpr that a call runs (a jitted function, one with derivatives of its own); None for what is no call."""
+    """The jaxpr that a call runs (a jitted function, or one with custom derivatives); None if this is not a call."""
     for value in map(jaxpr_of, equation.params.values()):
         if value is not None and len(value.invars) == len(equation.invars):
             return value if len(value.outvars) == len(equation.outvars) else None
@@ -306,9 +312,10 @@ def inner_program(equation: Any) -> Any:
 
 
 def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried."""
+    """The number of a scan's constant operands, and of its carried operands."""
 
-    # By shapes, because JAX renames the parameters that say so: a pass has one dimension less of what is stacked.
+    # Found by shapes, because JAX renames the parameters with these numbers: stacked operands lose one dimension
+    # inside.
     def stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
         return sum(a.aval.ndim != b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
@@ -317,26 +324,26 @@ def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
 
 
 def jaxpr_of(value: Any) -> Any:
-    """The jaxpr of an equation's parameter, closed or not; None for a parameter that is none."""
+    """The jaxpr in an equation's parameter, closed or not; None for other parameters."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") else None
 
 
 def _get(sealed: Mapping[Any, Seal], operand: Any) -> Seal | None:
-    # Literals have a value, and no hash.
+    # Literals have a value but no hash.
     return None if hasattr(operand, "val") else sealed.get(operand)
 
 
 def _refusal(path: str, use: str) -> str:
     return (
-        f"unit {path!r}: expected its weights in its own calls only, got {use}: outside they are shards, and have no "
-        "gradient. Call the unit, a method of it or jax_impl.call_unit, or choose units that contain what uses them; "
-        "weight decay is the optimizer's (optax.add_decayed_weights), casts are param_dtype's"
+        f"unit {path!r}: expected its weights in its own calls only, got {use}: outside these calls the weights are "
+        "shards without a gradient. Call the unit, one of its methods or jax_impl.call_unit, or choose units that "
+        "contain every use; for weight decay use the optimizer (optax.add_decayed_weights), for casts param_dtype"
     )
 
 
 def line_in(error: Exception) -> str:
-    """Where the user's code last was when ``error`` was raised."""
+    """The last line of user code when ``error`` was raised."""
     names = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     package = f"{Path(__file__).parents[1]}{os.sep}"
     own = [at for at in names if not at[0].startswith((*_LIBRARIES, package))]
@@ -344,7 +351,7 @@ def line_in(error: Exception) -> str:
 
 
 def line_of(*around: Any) -> str:
-    """Where the user's code asked for the last of some equations, or for those around it, as far as JAX knows."""
+    """The line of user code that produced the last of the equations, or an enclosing one, if JAX knows it."""
     for equation in reversed(around):
         known = equation.source_info.traceback
         for frame in known.frames if known is not None else ():

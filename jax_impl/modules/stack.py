@@ -1,17 +1,16 @@
-"""Equal layers as one stacked module, scanned: a compiled program of one layer, whatever the depth.
+"""Equal layers as one stacked module that is scanned: one layer is compiled, for any depth.
 
-``stack_layers`` makes what ``nnx.vmap`` over a constructor makes, and ``scan_layers`` runs it as
-``nnx.scan`` would; models that use those work as well. ``fully_shard(..., stacked=["layers"])``
-tells which modules are stacks. Where it is left out, they are seen: what ``nnx.vmap`` made looks
-like any other module but for shapes, but flax's own layers in it say what shape they were made
-with, and a stack has one axis more::
+``stack_layers`` builds the same module as ``nnx.vmap`` over a constructor, and ``scan_layers`` runs the module like
+``nnx.scan``; models that use flax's functions work as well. ``fully_shard(..., stacked=["layers"])`` names the stacks.
+Without that option stacks are recognized: a module from ``nnx.vmap`` looks like any other module except for its shapes,
+but flax's layers record the shape with which they were created, and a stack has one axis more::
 
     layers: Block
       dense: nnx.Linear, in_features 8, out_features 16
         kernel [4, 8, 16]                                    a stack of 4
 
-Only modules that patterns such as ``layers/*`` speak of are looked at. A wrong guess could not
-train something else: a stack that nothing scans is refused.
+Only modules that patterns such as ``layers/*`` match are examined. A wrong guess cannot silently change the training: a
+stack that nothing scans is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def stack_layers(layers: Sequence[M]) -> M:
-    """One module whose variables have the layers' on a new leading axis.
+    """One module whose variables stack the layers' variables on a new leading axis.
 
     Raises ``ValueError`` for no layers, or layers that differ in structure or in the shape of a variable.
     """
@@ -49,9 +48,9 @@ def stack_layers(layers: Sequence[M]) -> M:
 
 
 def scan_layers(layers: nnx.Module, carry: Any, *args: Any) -> Any:
-    """``layer(carry, *args)`` with each layer of a stack in turn; its result is the next one's ``carry``.
+    """Call ``layer(carry, *args)`` for each layer of a stack; each result is the ``carry`` of the next layer.
 
-    All layers get the same ``args``. Their variables, such as batch statistics, are updated layer by layer.
+    All layers get the same ``args``. The layers' variables, such as batch statistics, are updated layer by layer.
     """
     graphdef, parameters, variables = cast(tuple[Any, Any, Any], nnx.split(layers, nnx.Param, ...))
 
@@ -60,30 +59,31 @@ def scan_layers(layers: nnx.Module, carry: Any, *args: Any) -> Any:
         carry = module(carry, *args)
         return carry, nnx.as_pure(nnx.state(module, VARIABLES))
 
-    # Variables remember where they were made, and may be changed only there: arrays pass through
+    # Variables remember the trace in which they were created, and may change only there. So plain arrays pass through
     # the loop instead.
     carry, changed = jax.lax.scan(run, carry, (nnx.as_pure(parameters), nnx.as_pure(variables)))
     nnx.update(layers, changed)
     return carry
 
 
-# Of JAX and flax, where arrays of a unit that is no stack are scanned or mapped.
+# Errors of JAX and flax if the arrays of a unit that is not a stack are scanned or mapped.
 _AXIS_ERRORS = ("leading axis", "out of bounds for array of dimension", "inconsistent sizes for array axes")
 
 
 def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
-    """Layers of each stack. Raises ``ValueError`` for a path without a module, or parameters of other leading sizes."""
+    """The number of layers of each stack. Raises ``ValueError`` for a path without a module, or for unequal leading
+    sizes."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model)}
     lengths: dict[str, int] = {}
     for path in stacked:
         if path not in modules or path == ROOT:
             raise ValueError(
-                f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
+                f"stacked: expected paths of submodules, got {path!r}; the model has {sorted(modules)[1:12]}"
             )
         if not may_be_unit(modules[path]):
             raise ValueError(
-                f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list or "
-                "dictionary of modules: stack_layers makes one module of equal layers"
+                f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list "
+                "or dictionary of modules: stack_layers makes one module of equal layers"
             )
         if _overlaps(path, lengths):
             raise ValueError(f"stacked: expected no stack inside another, got {path!r} with {list(lengths)}")
@@ -103,7 +103,8 @@ def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
 
 
 def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, int]:
-    """Layers of each module that a pattern like ``layers/*`` takes for a stack and that looks like one."""
+    """The number of layers of each module that a pattern like ``layers/*`` treats as a stack and that looks like
+    one."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model) if may_be_unit(module)}
     lengths: dict[str, int] = {}
     for pattern in patterns:
@@ -117,7 +118,8 @@ def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, i
 
 
 def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
-    """What to say instead of JAX's ``error`` where a loss scans or maps a unit that is no stack; None for others."""
+    """A message to replace JAX's ``error`` if a loss scans or maps a unit that is not a stack; None for other
+    errors."""
     if not any(words in str(error) for words in _AXIS_ERRORS):
         return None
     chosen = [unit for unit in units if unit.path != ROOT]
@@ -132,9 +134,9 @@ def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
         return None
     which = f"units {suspects[:5]}" if suspects else "a stack"
     return (
-        "loss: expected a loop over layers, or over an ensemble's members, to go along axis 0 of a module that is "
-        f"named as a stack, got one over {which}: name that module, "
-        f'fully_shard(..., units=["layers/*"], stacked=["layers"]) ({error})'
+        "loss: expected a loop over layers, or over an ensemble's members, along axis 0 of a module that is declared "
+        f'as a stack, got a loop over {which}: declare that module, fully_shard(..., units=["layers/*"], '
+        f'stacked=["layers"]) ({error})'
     )
 
 
@@ -147,7 +149,7 @@ def _length_seen(module: nnx.Module) -> int | None:
 
 
 def _made_with(module: nnx.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of parameters of flax's layers: their shape, and the shape that they were made with."""
+    """The shape of each parameter of flax's layers, and the shape with which it was created."""
     for _, below in nnx.iter_modules(module):
         layer: Any = below
         match below:

@@ -1,4 +1,4 @@
-"""A plain pytree of parameters as a model: nested dictionaries, lists, dataclasses, and functions over them.
+"""A plain pytree of parameters as a model: nested dictionaries, lists and dataclasses, with functions over them.
 
 ::
 
@@ -8,8 +8,8 @@
       embed: Param
       layers: TreeList [TreeNode (w: Param), TreeNode (w: Param)]
 
-Outside, users see the pytree, in which ``UnitParameter`` takes the place of a unit's arrays. Leaves that are no arrays
-(activation functions, flags, sizes), as modules that are pytrees have them (equinox), stay in their places.
+Users see the pytree, in which ``UnitParameter`` replaces a unit's arrays. Leaves that are not arrays (activation
+functions, flags, sizes), as in modules that are pytrees (equinox), stay in place.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _NODE = "_tree_node"
 
 @dataclass(frozen=True)
 class Setting:
-    """A leaf that is no array."""
+    """A leaf that is not an array."""
 
     value: Any
 
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """How to make a node again. ``settings``: leaves that are no arrays, by name.
+    """The information to rebuild a node. ``settings``: leaves that are not arrays, by name.
 
-    Compared by identity, since nnx keeps it among the static attributes of a module, and settings may be anything.
+    Compared by identity, because nnx stores it as a static attribute of a module, and settings may be anything.
     """
 
     structure: Any
@@ -48,21 +48,21 @@ class _Node:
 
 
 class TreeNode(nnx.Module):
-    """A node of a pytree: attributes are its children."""
+    """A node of a pytree; its attributes are its children."""
 
 
 class TreeList(nnx.List[Any]):
-    """The same for a list or tuple."""
+    """A node for a list or tuple."""
 
 
 def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """``function(params, *args, **kwargs)``, where ``params`` may be a unit of a sharded model.
 
-    In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, or a
-    part of one, they are gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just
-    passed on, so the same code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that
-    depend on weights, or on the passes of a loop around the call, must be arguments: ``function`` may not close over
-    them. A stack is scanned by ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
+    In a loss over a pytree, ``params`` is a subtree; ``function`` gets its arrays, which are gathered for this call if
+    the subtree is a unit or a part of one. In a loss over an nnx model, ``params`` is a module. Plain pytrees and
+    modules are passed on unchanged, so the same code runs without sharding. ``args`` are pytrees of arrays and Python
+    values. ``function`` may not close over arrays that depend on weights or on the iteration of a surrounding loop:
+    pass such arrays as arguments. Scan a stack by ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
     """
     if unit_at(params) is None:
         return function(params, *args, **kwargs)
@@ -72,8 +72,7 @@ def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwarg
 def as_module(model: nnx.Module | Tree) -> nnx.Module:
     """The model itself, or a module with the pytree's arrays as parameters.
 
-    Raises ``ValueError`` for a number that is no array where it may be a parameter, and a key that cannot be part of a
-    path.
+    Raises ``ValueError`` for a Python number in place of a parameter, and for a key that cannot be part of a path.
     """
     if isinstance(model, nnx.Module):
         return model
@@ -85,12 +84,12 @@ def as_module(model: nnx.Module | Tree) -> nnx.Module:
 
 
 def as_given(module: nnx.Module) -> nnx.Module | Tree:
-    """The other way: a pytree for a module made by ``as_module``; else the module."""
+    """The inverse: the pytree for a module made by ``as_module``, otherwise the module."""
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
 def given_node(module: nnx.Module, node_type: type) -> Any:
-    """The node of the given pytree that became ``module``, its children None; None for nodes of other types."""
+    """The node of the given pytree that became ``module``, with None as children; None for nodes of other types."""
     node: _Node | None = getattr(module, _NODE, None)
     data = None if node is None else node.structure.node_data()
     if node is None or data is None or not issubclass(data[0], node_type):
@@ -99,7 +98,7 @@ def given_node(module: nnx.Module, node_type: type) -> Any:
 
 
 def may_be_unit(module: nnx.Module) -> bool:
-    """Not lists and dictionaries of modules; in a pytree lists that hold arrays may, such as ``(weight, bias)``."""
+    """False for lists and dictionaries of modules; in a pytree, True for lists of arrays such as ``(weight, bias)``."""
     if isinstance(module, TreeList):
         return any(isinstance(child, nnx.Param) for child in module)
     return not isinstance(module, nnx.List | nnx.Dict)
@@ -108,13 +107,14 @@ def may_be_unit(module: nnx.Module) -> bool:
 def _node(
     tree: Tree, path: tuple[str | int, ...], of_module: bool
 ) -> nnx.Module | nnx.Param[Any] | Setting | None:
-    """``of_module``: it is a leaf of a node that can be called, whose numbers are settings, as a rate of dropout is."""
+    """``of_module``: whether the leaf belongs to a callable node, whose numbers are settings, such as a dropout
+    rate."""
     if tree is None:
         return None
     if isinstance(tree, nnx.Module):
         raise ValueError(
-            f"parameter {_joined(path)!r}: expected an array, got an nnx module, {type(tree).__name__}: an nnx module "
-            "that holds it, such as nnx.List, can be a model"
+            f"parameter {_joined(path)!r}: expected an array, got an nnx module, {type(tree).__name__}: use an nnx "
+            "module that contains it, such as nnx.List, as the model"
         )
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda below: below is not tree)
     if [key for key, _ in entries] == [()]:
@@ -123,12 +123,12 @@ def _node(
         if isinstance(tree, float | complex) and not of_module:
             raise ValueError(
                 f"parameter {_joined(path)!r}: expected an array, got {type(tree).__name__} {tree!r}: jnp.asarray "
-                "makes it a parameter; what is none belongs into the loss, or into a module that can be called"
+                "makes it a parameter; if it is not a parameter, put it into the loss or into a callable module"
             )
         return Setting(tree)
     names = [_name(key[0], path) for key, _ in entries]
     if len(set(map(str, names))) != len(names):
-        raise ValueError(f"node {_joined(path)!r}: expected keys with names of their own, got {names}")
+        raise ValueError(f"node {_joined(path)!r}: expected keys with unique names, got {names}")
     children = [
         _node(child, (*path, name), callable(tree)) for name, (_, child) in zip(names, entries, strict=True)
     ]
@@ -168,21 +168,21 @@ def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
     forbidden = ("__", "_pytree", _NODE)
     if "." in name or not all(part and not part.startswith(forbidden) for part in name.split("/")):
         raise ValueError(
-            f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: rename "
-            "it, or nest another dictionary instead of '.'"
+            f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: "
+            "rename the key, or nest another dictionary instead of '.'"
         )
     return name
 
 
 def _check_paths(module: nnx.Module) -> None:
     paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
-    # A checkpoint has a node for each part of a path, so that none is a parameter and a node.
+    # A checkpoint has a node for each part of a path, so a path must not be both a parameter and a node.
     nodes = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
     twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
     if twice:
         raise ValueError(
-            f"model: expected parameters with paths of their own, none below another, got {twice[:5]} twice: keys with "
-            "'/' are read as paths"
+            f"model: expected parameters with unique paths, none below another, got {twice[:5]} twice: keys that "
+            "contain '/' count as paths"
         )
 
 

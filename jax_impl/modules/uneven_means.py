@@ -1,10 +1,10 @@
-"""See to it that a loss which is a mean over parts of a batch gives every part its weight.
+"""Ensure that a loss which is a mean over parts of a batch weights every part correctly.
 
-A step averages the losses of its parts (the rows of each device in each microbatch), every part with the same weight.
-``sum(loss * mask) / sum(mask)`` is a mean over as many tokens as the mask has in that part, so tokens of a part that
-has few of them would count more, without a word, and a part without any would give NaN. A loss that returns
-``(sum, weight)`` is right (``runtime/step/losses.py``). One that divides shows in the traced program: the loss is a
-quotient whose denominator is a sum over the batch alone::
+A step averages the losses of its parts (the rows of each device in each microbatch) with equal weights. ``sum(loss *
+mask) / sum(mask)`` is a mean over the masked tokens of one part, so tokens of a part with few tokens would silently
+count more, and a part without tokens would give NaN. A loss that returns ``(sum, weight)`` is right
+(``runtime/step/losses.py``). A loss that divides is visible in the traced program: it is a quotient whose denominator
+is a sum over the batch alone::
 
     rows -> mask -> sum -> max(., 1) --------.
         \\-> model -> losses * mask -> sum -> div -> * constant, + penalty, ... -> loss        refused
@@ -21,7 +21,7 @@ from jax_impl.modules.seal import inner_program, jaxpr_of, mark_numbers, scan_co
 
 T = TypeVar("T")
 
-# By mark: of what a marked value may not be made, and the error that says so.
+# By mark: the origin that a marked value must not have, and the error for it.
 Refused = Mapping[str, tuple["_Comes", str]]
 
 _ROWS = "twinshard rows"
@@ -30,19 +30,19 @@ _WEIGHT = "twinshard weight"
 
 
 class _Comes(Flag):
-    """What a value of the program is made of."""
+    """The origin of a value in the program."""
 
     NOTHING = 0
     ROWS = auto()
     # Weights and other variables.
     MODEL = auto()
-    # A sum over rows and nothing else; one number.
+    # One number, a sum over nothing but rows.
     COUNT = auto()
-    # A quotient by such a sum, or linear in one.
+    # A quotient with such a sum as denominator, or linear in such a quotient.
     QUOTIENT = auto()
 
 
-# A sum stays a sum in these, with constants beside it, and a quotient a quotient.
+# With constants as the other operands, these keep a sum a sum, and a quotient a quotient.
 _KEEPS = frozenset(
     {
         "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
@@ -54,24 +54,24 @@ _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
 
 def mark_rows(rows: T) -> T:
-    """The same rows, as what ``check_means`` takes for the batch."""
+    """The same rows, marked as the batch for ``check_means``."""
     return mark_numbers(rows, _ROWS)
 
 
 def mark_loss(loss: T) -> T:
-    """The same loss, as what ``check_means`` takes for it."""
+    """The same loss, marked as the loss for ``check_means``."""
     return mark_numbers(loss, _LOSS)
 
 
 def mark_weight(weight: T) -> T:
-    """The same weight of a ``(sum, weight)``, as what ``check_weights`` takes for it."""
+    """The same weight of a ``(sum, weight)``, marked as the weight for ``check_means``."""
     return mark_numbers(weight, _WEIGHT)
 
 
 def check_means(program: Any, *, equal_parts: bool) -> None:
-    """Raises ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch, unless ``equal_parts``.
+    """Raise ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch, unless ``equal_parts``.
 
-    Also for a weight with a sum that depends on the model: ``(loss, accuracy)`` is no pair of sum and weight.
+    Also for a weight that depends on the model: ``(loss, accuracy)`` is not a pair of sum and weight.
     """
     refused: dict[str, tuple[_Comes, str]] = {_WEIGHT: (_Comes.MODEL, _NO_WEIGHT)}
     if not equal_parts:
@@ -83,7 +83,7 @@ def _outputs(jaxpr: Any, inputs: Sequence[_Comes], refused: Refused) -> list[_Co
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def get(operand: Any) -> _Comes:
-        # Literals have a value, and no hash.
+        # Literals have a value but no hash.
         return _Comes.NOTHING if hasattr(operand, "val") else known.get(operand, _Comes.NOTHING)
 
     for equation in jaxpr.eqns:
@@ -116,7 +116,8 @@ def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_C
 
 
 def _of_a_loop(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
-    """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
+    """The origin of the results of a loop or a choice. A quotient inside an iteration belongs to that iteration
+    only."""
     params = equation.params
     if equation.primitive.name == "cond":
         branches = [_outputs(jaxpr_of(branch), operands[1:], refused) for branch in params["branches"]]
@@ -142,14 +143,14 @@ def _form(equation: Any, primitive: str, source: _Comes, operands: list[_Comes],
     if primitive == "div":
         if _Comes.COUNT in operands[1]:
             return _Comes.QUOTIENT
-        # A mean of a mask, which is its sum by a constant, counts as the sum does.
+        # A mean of a mask is its sum divided by a constant, and counts like the sum.
         return operands[0] & (_Comes.QUOTIENT if operands[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
     if primitive in _POWERS and _Comes.COUNT in operands[0]:
         exponent = equation.params.get("y", getattr(equation.invars[-1], "val", -1))
         return _Comes.QUOTIENT if exponent < 0 else _Comes.COUNT
     if primitive in _SUMS and source == _Comes.ROWS and variable.aval.shape == ():
         return _Comes.COUNT
-    # What a choice is made by does not matter: where(n > 0, n, 1).
+    # The condition of a choice does not matter: where(n > 0, n, 1).
     values = operands[1:] if primitive == "select_n" else operands
     form = _Comes.NOTHING
     if primitive in _KEEPS or primitive == "reduce_sum":
@@ -168,13 +169,13 @@ def _union(values: Sequence[_Comes]) -> _Comes:
 
 _SOURCES = _Comes.ROWS | _Comes.MODEL
 _REFUSAL = (
-    "loss: expected a mean over rows, each with the same weight, got a quotient by a sum over the batch, such as "
-    "sum(loss * mask) / sum(mask): devices and microbatches hold different sums, and the step averages their quotients "
-    "with equal weights. Return (sum(loss * mask), sum(mask)), which the step divides for the whole batch; or divide "
-    "by a constant (rows x length), or give each row its own mean; or say equal_parts=True where every device has the "
-    "same sum in every microbatch"
+    "loss: expected a mean over rows with equal weights, got a quotient by a sum over the batch, such as sum(loss * "
+    "mask) / sum(mask): this sum differs between devices and microbatches, but the step averages the quotients with "
+    "equal weights. Return (sum(loss * mask), sum(mask)), which the step divides for the whole batch; or divide by a "
+    "constant (rows x length), or compute a mean per row; or pass equal_parts=True if every device has the same sum "
+    "in every microbatch"
 )
 _NO_WEIGHT = (
-    "loss: expected (sum, weight) with a weight from the batch alone, such as its number of tokens, got one that "
-    "depends on the model: to return statistics with the loss, give has_aux=True and return (loss, statistics)"
+    "loss: expected (sum, weight) with a weight from the batch alone, such as its number of tokens, got a weight "
+    "that depends on the model: to return statistics with the loss, pass has_aux=True and return (loss, statistics)"
 )

@@ -1,14 +1,14 @@
-"""What stands in a model for the parameters of a unit while a step is traced, and how a unit is called with it.
+"""The stand-ins for a unit's parameters while a step is traced, and calls of a unit with stand-ins.
 
-All else of the unit is its own: class, static attributes, properties, submodules, other variables::
+The rest of the unit is unchanged: class, static attributes, properties, submodules, other variables::
 
     model.blocks[0].residual            True, as it was set
     model.blocks[0].up.kernel           a UnitParameter: shape and dtype; any other use is refused by name
     model.blocks[0](x)                  caught (interception.py): the unit's weights are gathered for this call
 
 A stand-in is a pytree node. Its first leaf, zeros of the parameter's shape, is sealed (``seal.py``), so that the traced
-program shows what happens to it. The first parameter of a unit also carries the unit's arrays: under ``nnx.scan``,
-``lax.scan`` or ``jax.checkpoint`` the arrays of a unit are sliced, saved and handed on with the parameters.
+program shows what happens to it. The first parameter of a unit also carries the unit's arrays: ``nnx.scan``,
+``lax.scan`` and ``jax.checkpoint`` slice, save and pass on the unit's arrays with the parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flax import nnx
 from jax_impl.modules.seal import witness
 
 Key = tuple[str | int, ...]
-# Of a unit's parameters, by their places in the unit: gathered arrays, or stand-ins of units inside.
+# Values of a unit's parameters, by their keys in the unit: gathered arrays, or stand-ins of inner units.
 Values = Mapping[Key, Any]
-# Of a call: what else is in the unit (variables, plain arrays, settings), args, kwargs.
+# Arguments of a call: the unit's other contents (variables, plain arrays, settings), args, kwargs.
 Arguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]
-# In a unit: ``run(values, arguments) -> (output, what else is in the unit afterwards)``.
+# Runs inside a unit: ``run(values, arguments) -> (output, the unit's other contents afterwards)``.
 Run = Callable[[Values, Arguments], tuple[Any, Sequence[Any]]]
 
 _MISSING = object()
@@ -37,10 +37,10 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 
 @dataclass(frozen=True, eq=False)
 class UnitRun:
-    """``call(run, arrays, witnesses, arguments)`` is ``run`` with the parameters of the unit at ``path``.
+    """``call(run, arrays, witnesses, arguments)`` calls ``run`` with the parameters of the unit at ``path``.
 
-    ``layers``: of the stack that the unit stands for, or None. ``arrays``: what its first parameter carries. Compared
-    by identity, as a static part of pytrees.
+    ``layers``: the layers of the stack that the unit represents, or None. ``arrays``: carried by its first parameter.
+    Compared by identity, because this is a static part of pytrees.
     """
 
     path: str
@@ -51,7 +51,7 @@ class UnitRun:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Which parameter a stand-in stands for: its unit, its place in the unit, its shape (of one layer) and dtype."""
+    """The parameter that a stand-in represents: its unit, its key in the unit, its shape (of one layer) and dtype."""
 
     unit: UnitRun
     place: Key
@@ -61,7 +61,7 @@ class Origin:
 
 @jax.tree_util.register_pytree_node_class
 class UnitParameter:
-    """``array``: sealed zeros. ``carried``: the unit's arrays, of its first parameter."""
+    """``array``: sealed zeros. ``carried``: the unit's arrays, only in the unit's first parameter."""
 
     def __init__(self, array: Any, carried: tuple[Any, ...], origin: Origin) -> None:
         self._array, self._carried, self._origin = array, carried, origin
@@ -89,7 +89,7 @@ class UnitParameter:
     def size(self) -> int:
         return int(self._array.size)
 
-    # Not methods: JAX asks whether there are any.
+    # Properties, not methods, because JAX checks for methods of these names.
     @property
     def __jax_array__(self) -> Any:
         raise ValueError(f"use as an array of {self._refusal()}")
@@ -100,7 +100,7 @@ class UnitParameter:
         return f"<{self._refusal()}>"
 
     def __getattr__(self, name: str) -> Any:
-        # Also while an instance is made without __init__, as by copy.copy.
+        # This also runs while an instance is created without __init__, as by copy.copy.
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise ValueError(f"{name!r} of {self._refusal()}")
@@ -108,9 +108,9 @@ class UnitParameter:
     def _refusal(self) -> str:
         return (
             f"parameter {'/'.join(map(str, self._origin.place))!r} of unit {self._origin.unit.path!r}: expected a use "
-            "inside of the unit only: call the unit, a method of it or jax_impl.call_unit(function, unit, ...), "
-            "jax_impl.apply_linen(net, {'params': params}, ...) for linen's net.apply, or choose units that contain "
-            "what is used together"
+            "only inside the unit: call the unit, one of its methods or jax_impl.call_unit(function, unit, ...), use "
+            "jax_impl.apply_linen(net, {'params': params}, ...) instead of linen's net.apply, or choose units that "
+            "contain everything that is used together"
         )
 
 
@@ -127,15 +127,15 @@ for _name in f"{_BINARY} {_OTHERS}".split(" "):
     setattr(UnitParameter, f"__{_name}__", _refusing(f"__{_name}__"))
 for _name in _BINARY.split(" "):
     setattr(UnitParameter, f"__r{_name}__", _refusing(f"__r{_name}__"))
-# Else a class that defines __eq__ has no hash.
+# A class that defines __eq__ would otherwise have no hash.
 UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """The same in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
+    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
 
-    (nnx asks JAX for the type of what is an array.) A network of haiku, applied as a whole, takes parameters so.
+    (nnx asks JAX for the type of an array.) A haiku network that is applied as a whole uses parameters this way.
     """
 
     @property
@@ -148,7 +148,7 @@ class UnitArray(UnitParameter):
 
 
 def in_tree(value: Any) -> Any:
-    """What stands for a parameter, or an array, as a pytree has it."""
+    """A stand-in or an array, in the form that a pytree contains."""
     return UnitArray(value._array, value._carried, value._origin) if is_unit_parameter(value) else value
 
 
@@ -170,10 +170,10 @@ def zeros_of(parameter: UnitParameter) -> Any:
 
 
 def apply_to_leaves(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """``function(*leaves)`` of leaves of which some are stand-ins, which may be handed on: moved, or stopped.
+    """``function(*leaves)`` for leaves of which some are stand-ins; the function may move or stop stand-ins.
 
-    What is no array, such as a size or a label, is the result alone. Raises ``ValueError`` for parameters of two units,
-    and where the unit's arrays, which go the way of its parameters, cannot go it.
+    If the result contains no array, such as a size or a label, it is returned unchanged. Raises ``ValueError`` for
+    parameters of two units, and if the function fails on the unit's arrays, which it must also transform.
     """
     parameters = [leaf for leaf in leaves if is_unit_parameter(leaf)]
     if not parameters:
@@ -202,7 +202,7 @@ def apply_to_leaves(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def with_arrays(tree: Any, zeros: Sequence[Any], arrays: Sequence[Any] | None) -> Any:
-    """A unit with other zeros for its parameters, and other arrays that it carries unless these are None."""
+    """A unit with other zeros for its parameters and, unless ``arrays`` is None, other carried arrays."""
     parameters = zip(unit_parameters(tree), zeros, strict=True)
     others = iter(
         type(parameter)(
@@ -218,19 +218,20 @@ def with_arrays(tree: Any, zeros: Sequence[Any], arrays: Sequence[Any] | None) -
 
 
 def unit_at(tree: Any) -> UnitRun | None:
-    """The unit that ``tree`` is, or is a part of; None for what is no part of one, such as a tree of several units."""
+    """The unit that ``tree`` is or belongs to; None for other trees, such as a tree of several units."""
     depth = _depth(tree)
     return depth[1] if depth is not None and depth[0] <= 0 else None
 
 
 def is_whole_unit(tree: Any) -> bool:
-    """Whether ``tree`` is a unit, and no part of one."""
+    """Whether ``tree`` is a whole unit, not a part of one."""
     depth = _depth(tree)
     return depth is not None and depth[0] == 0
 
 
 def _depth(tree: Any) -> tuple[int, UnitRun] | None:
-    """A unit in ``tree``, and how many levels below its root: 0 where it is the unit, less in a part of one."""
+    """A unit in ``tree``, and its depth below the root of ``tree``: 0 if ``tree`` is the unit, negative in a part of
+    one."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
         if is_unit_parameter(leaf):
             key = leaf._origin.place
@@ -243,10 +244,10 @@ def _depth(tree: Any) -> tuple[int, UnitRun] | None:
 def run_in_unit(
     function: Callable[..., Any], stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function(stand_in, *args, **kwargs)``, with the unit's parameters in place of what stands for them.
+    """``function(stand_in, *args, **kwargs)``, with the unit's parameters in place of the stand-ins.
 
-    ``stand_in``: a unit, or a part of it. What was changed in it outside goes along. What the function changes in it,
-    variables and static attributes of modules, is changed afterwards.
+    ``stand_in``: a unit, or a part of one, with any changes made to it outside. Changes that the function makes to
+    variables and static attributes of modules are applied to ``stand_in`` afterwards.
     """
     contents = _ModuleContents(stand_in) if isinstance(stand_in, nnx.Pytree) else _TreeContents(stand_in)
     parameters = [leaf for leaf in contents.leaves if is_unit_parameter(leaf)]
@@ -256,7 +257,7 @@ def run_in_unit(
     arrays = next((parameter._carried for parameter in parameters if parameter._carried), None)
     if arrays is None and unit.layers is not None:
         raise ValueError(
-            f"unit {unit.path!r}: expected the whole unit, since it is a layer of a stack, got a part of it"
+            f"unit {unit.path!r}: expected the whole unit, since the unit is a layer of a stack, got a part of the unit"
         )
     others = [leaf for leaf in contents.leaves if not is_unit_parameter(leaf)]
 
@@ -283,18 +284,18 @@ def _check(parameter: UnitParameter, unit: UnitRun) -> None:
     if origin.unit is not unit:
         raise ValueError(
             f"unit {unit.path!r}: expected its own parameters, got {'/'.join(map(str, origin.place))!r} of unit "
-            f"{origin.unit.path!r}: choose units that contain what is used together"
+            f"{origin.unit.path!r}: choose units that contain both"
         )
     stack = (unit.layers, *origin.shape)
     if parameter.dtype != origin.dtype or parameter.shape not in (origin.shape, stack):
         raise ValueError(
             f"{parameter.dtype.name}{list(parameter.shape)} in place of {origin.dtype.name}{list(origin.shape)} of "
-            f"{parameter._refusal()}; casts are fully_shard(param_dtype=...)"
+            f"{parameter._refusal()}; to cast parameters, use fully_shard(param_dtype=...)"
         )
 
 
 class _TreeContents:
-    """A unit's pytree, whose changes are lost, as they are where JAX hands pytrees on."""
+    """A unit's pytree. Changes to it are lost, as for every pytree that JAX passes on."""
 
     def __init__(self, tree: Any) -> None:
         self.leaves, self._structure = jax.tree.flatten(tree, is_leaf=is_unit_parameter)
@@ -319,14 +320,14 @@ class _ModuleContents:
         self._places = [key for key, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
         self._others = [key for key, leaf in flat if not is_unit_parameter(leaf)]
-        # By node and name, static attributes after a call; MISSING for those that are gone.
+        # Static attributes after a call, by node and name; MISSING for deleted attributes.
         self._static: dict[tuple[Key, str], Any] = {}
 
     def made(self, leaves: Sequence[Any]) -> Any:
         return nnx.merge(self._graphdef, nnx.from_flat_state(list(zip(self._places, leaves, strict=True))))
 
     def after(self, inside: Any, others: Sequence[Any]) -> Sequence[Any]:
-        """Raises ``ValueError`` for variables that appeared or are gone, by place."""
+        """Raises ``ValueError`` that names the keys of variables that appeared or disappeared."""
         variables = dict(nnx.to_flat_state(nnx.as_pure(nnx.state(inside))))
         before, after = _nodes(self._module), _nodes(inside)
         new = [*(variables.keys() - set(self._places)), *(after.keys() - before.keys())]
@@ -348,7 +349,7 @@ class _ModuleContents:
                 delattr(nodes[key], name)
             else:
                 setattr(nodes[key], name, value)
-        # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
+        # A variable that the unit only reads stays the same object: nnx forbids setting it in a loop around the call.
         changed = {
             variable_key: new
             for variable_key, old, new in zip(self._others, others, after, strict=True)
@@ -363,14 +364,14 @@ def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
 
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:
-    """Attributes that are no arrays, and hold none."""
+    """Attributes that are not arrays and contain none."""
     data_types = nnx.Pytree | nnx.Variable | jax.Array | np.ndarray
     return {
         name: value
         for name, value in vars(node).items()
         if not name.startswith("_pytree")
         and not nnx.is_data(value)
-        # Of dictionaries and lists of arrays (nnx.data), too.
+        # This also excludes dictionaries and lists of arrays (nnx.data).
         and not any(
             isinstance(leaf, data_types)
             for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, data_types))
@@ -382,6 +383,6 @@ def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Itera
     new, gone = (sorted("/".join(map(str, key)) for key in keys)[:5] for keys in (new, gone))
     return (
         f"unit {path!r}: expected the same variables after its call as when it was sharded, got new ones {new}, and "
-        f"{gone} are missing: nothing outside of the unit can read what is sown or created in it. Create the variable "
-        "in __init__ (nnx.Variable), or choose units without it"
+        f"{gone} are missing: code outside the unit cannot read variables that are sown or created in it. Create the "
+        "variable in __init__ (nnx.Variable), or choose units without it"
     )

@@ -1,1 +1,1 @@
-"""AdamW over main weights, how its moments are stored, and where its state lives."""
+"""Optimizers of main weights, the formats of their moments, and the memory of their state."""

@@ -1,22 +1,21 @@
-"""Which tree an optimizer is given: a plan's arrays as they are, or the model's own parameters.
+"""Choose the tree that an optimizer gets: a plan's arrays as stored, or the model's own parameters.
 
-An elementwise optax transformation may run on the arrays of the train state: with the shard_map engine one flat array a
-unit, with the pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by
-``ndim``, a label of one layer) would train as something else there, without a word, and gets parameters
-(``logical.py``). Which of the two an optimizer needs shows in its programs: ``init`` and ``update`` are traced over the
-engine's arrays and over the model's own tree, with all names and the real shapes, and every parameter's update and
-moments are compared as terms (``terms.py``). Branches for later steps are in the programs, so they count from the
-start::
+An elementwise optax transformation may run on the arrays of the train state: one flat array per unit with the shard_map
+engine, ``{path: parameter}`` with the pjit engine. An optimizer that looks at shapes or names of parameters (Muon, a
+mask by ``ndim``, a label of one layer) would silently train differently there, so it gets parameters (``logical.py``).
+The traced programs show which tree an optimizer needs: ``init`` and ``update`` are traced over the engine's arrays and
+over the model's own tree, with all names and the real shapes, and every parameter's update and moments are compared as
+terms (``terms.py``). The programs contain branches for later steps, so these branches count from the start::
 
     model's tree    {"layers": {"0": {"kernel": [3, 4], "bias": [4]}}}      {"layers/0": [17]}    engine's arrays
                                     | trace                                     | trace
                                     v                                           v
                                  terms                equal?                  terms
 
-Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, and four
-fifths of the time is JAX's own tracing of the optimizer: on one core adamw takes 1.5 s for 433 parameters and Muon,
-which needs a third trace, 9 s. Programs that are equal but do not show it get the model's own parameters: slower, and
-as right.
+Nothing is compiled or run. The time grows with the number of parameters times the operations on each; four fifths of
+the time is JAX's own tracing of the optimizer. On one core, 433 parameters take 1.5 s for adamw and 9 s for Muon, which
+needs a third trace. If two programs are equal but the comparison cannot show that, the optimizer gets the model's own
+parameters, which is slower but also right.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, tak
 from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
 
 _AMBIGUOUS = (
-    "optimizer: expected masks and labels that mean the same parameters in nnx.state(model, nnx.Param) and in "
-    "nnx.as_pure of it, got ones that differ: in the first each path ends with '.value', in the second with the "
-    "parameter's own name, and flax's nnx.Optimizer gives both. Compare the names of dictionary keys only: [entry.key "
-    "for entry in path if isinstance(entry, jax.tree_util.DictKey)]"
+    "optimizer: expected masks and labels that select the same parameters in nnx.state(model, nnx.Param) and in its "
+    "nnx.as_pure, got masks or labels that differ: each path ends with '.value' in the first, and with the "
+    "parameter's own name in the second, and flax's nnx.Optimizer uses both. Compare only the names of dictionary "
+    "keys: [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]"
 )
-# Where a leaf of an optimizer's state is: what comes before and after an array's own keys, and the array.
+# The position of a leaf in an optimizer's state: the key path before and after the keys of its array.
 Slot = tuple[str, str]
 KeyPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What an optimizer does to the arrays of one tree.
+    """The effect of an optimizer on the arrays of one tree.
 
-    ``owned``: of the state's leaves that belong to an array, by slot and array, the value that ``init`` makes and the
-    one that ``update`` does; also of the updates, which have a slot of their own. ``shared``: of all other leaves, by
+    ``owned``: for the state's leaves that belong to an array, by slot and array, the value after ``init`` and the value
+    after ``update``; also for the updates, which have a separate slot. ``shared``: the same for all other leaves, by
     key path.
     """
 
@@ -58,7 +57,7 @@ class Reading:
     shared: Mapping[str, tuple[Value, Value]]
 
     def equals(self, other: Reading) -> bool:
-        """Whether each array's update and moments are those of all parameters in it in ``other``."""
+        """Whether each array's update and moments equal the ones of all its parameters in ``other``."""
         pairs = [(name, path) for name, owner in self.owners.items() for path in owner.paths]
         slots = {slot for slot, _ in (*self.owned, *other.owned)}
         return (
@@ -81,15 +80,15 @@ def _equal_pairs(
 
 
 def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
-    """Whether array ``name`` has this value where parameter ``path`` has that one."""
+    """Whether the value ``mine`` of array ``name`` matches the value ``theirs`` of parameter ``path``."""
     if mine.owner is None and not mine.filled and name != path:
-        # Elements of a parameter do not lie in such an array as they do in the parameter.
+        # A parameter's elements have other positions in such an array than in the parameter.
         return False
     return mine.term == theirs.term and (mine.owner, theirs.owner) in ((None, None), (name, path))
 
 
-# Several steps of one plan (other microbatches, another loss) need one reading, which takes seconds: 1.5 s
-# for adamw over 433 parameters. An optimizer compares by its functions.
+# Several steps of one plan (other microbatches, another loss) share one reading, because a reading takes seconds: 1.5 s
+# for adamw over 433 parameters. Optimizers are compared by their functions.
 @functools.lru_cache(maxsize=16)
 @collection_paused()
 def chosen_form(
@@ -98,15 +97,15 @@ def chosen_form(
     models: tuple[ModelTree, ...],
     flat: bool,
 ) -> str | None:
-    """None where the optimizer may run on the engine's arrays; else which of ``forms_of`` it is to be given.
+    """None if the optimizer may run on the engine's arrays; else the name of the form in ``forms_of`` that it gets.
 
-    ``flat``: whether the engine's arrays are flat ones.
+    ``flat``: whether the engine's arrays are flat.
 
-    Raises ``ValueError`` for an optimizer that can update neither, and for one whose masks or labels mean other
-    parameters in ``nnx.state(model)`` than in ``nnx.as_pure`` of it.
+    Raises ``ValueError`` for an optimizer that can update neither tree, and for one whose masks or labels select other
+    parameters in ``nnx.state(model)`` than in its ``nnx.as_pure``.
     """
     terms, parameters = Terms(), _owners_of_parameters(arrays)
-    # Parameters are under their units in the pjit engine's arrays, too.
+    # The pjit engine's arrays also group parameters by unit.
     forms = forms_of(arrays, models, units=flat)
 
     @functools.cache
@@ -119,20 +118,20 @@ def chosen_form(
     if first is None or expected is None:
         if own is None:
             raise ValueError(_cannot(failure, flat)) from failure
-        # The optimizer was made for the engine's arrays.
+        # The optimizer was built for the engine's arrays.
         return None
     boxed = reading("boxed") if "boxed" in forms else None
     if boxed is not None and not boxed.equals(expected):
         raise ValueError(_AMBIGUOUS)
     if own is not None and own.equals(expected):
         return None
-    # States by name are named alike whatever the model's own tree is, so this form comes before the tree.
+    # States by name have the same names for every kind of model tree, so prefer this form to the tree.
     by_name = reading("name")
     return "name" if by_name is not None and by_name.equals(expected) else first
 
 
 def _owners_of_arrays(arrays: Sequence[StoredArray], flat: bool) -> dict[str, Owner]:
-    """By names that no parameter has, where arrays are flat."""
+    """Owners by name; the names of flat arrays differ from all parameter names."""
     named = {f"array {array.key}" if flat else array.key: array for array in arrays}
     return {
         name: Owner(name, array.key, frozenset(array.paths), array.shape, array.dtypes, array.padded)
@@ -160,7 +159,7 @@ def _try_reading(
 def _read(
     terms: Terms, optimizer: optax.GradientTransformation, form: Form | None, owners: Mapping[str, Owner]
 ) -> Reading:
-    """``form`` None: of a dictionary of the owners' arrays. Raises what the optimizer raises."""
+    """``form`` None: read over a dictionary of the owners' arrays. Raises the optimizer's own errors."""
 
     def tree(leaf_of: Callable[[Owner], Any]) -> Any:
         leaves = {owner.key: leaf_of(owner) for owner in owners.values()}
@@ -176,7 +175,7 @@ def _read(
     slots = _slots(dict(zip(paths, names, strict=True)), {name: owners[name].shape for name in names}, state)
     before = [_of_each(terms, "weight", owner) for owner in of]
     first = reader.outputs(init, before)
-    # Each step finds in padding what the step before left there, so padding that changes is not known.
+    # Each step sees the padding that the previous step left, so padding that changes is unknown.
     padding = [value.padding for value in first]
     while True:
         kept = [
@@ -187,7 +186,7 @@ def _read(
         inputs = [*slopes, *kept, *before, Value(terms.number("loss"), filled=True)]
         values = reader.outputs(steps[0], inputs)
         for later_step in steps[1:]:
-            # A state that becomes another one in each step is read no further, and equals none.
+            # A state that changes its type in each step is not read further, and equals no other.
             after_it = [None] * len(values) if later_step is None else reader.outputs(later_step, inputs)
             values = [_and_then(terms, *pair) for pair in zip(values, after_it, strict=True)]
         updates, last = values[: len(names)], values[len(names) :]
@@ -208,7 +207,7 @@ def _read(
 def _programs(
     optimizer: optax.GradientTransformation, weights: Any, gradients: Any
 ) -> tuple[Any, list[Any], Any]:
-    """The programs of ``init`` and of the first steps, and the state's shapes. None: a step that cannot be read."""
+    """The programs of ``init`` and of the first steps (None for a step that cannot be read), and the state's shapes."""
     able = taking_loss(optimizer)
     loss = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))
 
@@ -222,7 +221,7 @@ def _programs(
     step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
     steps: list[Any] = [step]
     if not _same_avals(state, after):
-        # Moments may become float32 in the first step, which the steps after it are given.
+        # The first step may turn moments into float32, which the following steps get as input.
         again, (_, later) = jax.make_jaxpr(update, return_shape=True)(gradients, after, weights, loss)
         alike = shapes(state) == shapes(after)
         steps += [again] if alike and _same_avals(after, later) else [None]
@@ -232,7 +231,7 @@ def _programs(
 
 
 def _and_then(terms: Terms, first: Value, later: Value | None) -> Value:
-    """What the first step makes, and what the later ones make."""
+    """The value of the first step, combined with the value of the later steps."""
     if later is None or (first.owner, first.filled) != (later.owner, later.filled):
         return Value(terms.number("another state", object()))
     padding = first.padding if first.padding == later.padding else None
@@ -250,7 +249,7 @@ def _of_slot(
     leaf: Any,
     padding: str | None,
 ) -> Value:
-    """What a step finds in a leaf of the state."""
+    """The value that a step finds in a leaf of the state."""
     slot, name = slot_and_name
     if name is None:
         return Value(terms.number("state", slot), filled=leaf.shape == ())
@@ -262,16 +261,16 @@ def _of_slot(
 def _slots(
     names: Mapping[KeyPath, str], shapes: Mapping[str, Any], state: Any
 ) -> list[tuple[Slot, str | None]]:
-    """Where each leaf of a state is, and the array that it belongs to.
+    """The slot of each leaf of a state, and the array to which the leaf belongs.
 
-    It belongs to the array whose key path is in its own; of a state that is a list, to the array in whose turn it
-    comes. A wrong guess does no harm: programs that differ for it are not equal.
+    A leaf belongs to the array whose key path is part of the leaf's path; in a list, to the array at the same position.
+    A wrong guess is harmless: programs that differ because of it do not compare equal.
     """
     lengths = sorted({len(path) for path in names if path}, reverse=True)
     slots: list[tuple[Slot, str | None]] = []
     leaves = jax.tree.leaves_with_path(state)
     for path, leaf in leaves:
-        # The longest path that is known, and of equally long ones the innermost.
+        # The longest known path; among equally long ones, the innermost.
         parts = ((i, i + n) for n in lengths for i in reversed(range(len(path) - n + 1)))
         first, last = next((part for part in parts if path[slice(*part)] in names), (len(path), len(path)))
         name = names.get(path[first:last]) if first < last else None
@@ -292,7 +291,7 @@ def _slots(
 def _scattered(
     names: Mapping[KeyPath, str], shapes: Mapping[str, Any], path: KeyPath, leaf: Any
 ) -> tuple[Slot, str | None]:
-    """The slot of a leaf whose path has an array's keys with others between them; of no array's, its own path."""
+    """The slot of a leaf whose path contains an array's keys with other keys between them; else the leaf's own path."""
     for known in sorted(names, key=len, reverse=True):
         rest, keys = [], list(known)
         for entry in path:
@@ -302,7 +301,7 @@ def _scattered(
                 rest.append(entry)
         if not keys and len(known) > 1 and leaf.shape == shapes[names[known]]:
             return ("", jax.tree_util.keystr(tuple(rest))), names[known]
-    # In nnx.State and in nnx.as_pure of it this is the same place.
+    # nnx.State and its nnx.as_pure must give the same slot.
     own = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return (jax.tree_util.keystr(own), ""), None
 
@@ -314,8 +313,8 @@ def _same_avals(before: Any, after: Any) -> bool:
 
 
 def _cannot(error: BaseException | None, flat: bool) -> str:
-    trees = "one flat array a unit, by unit" if flat else "{path: array}"
+    trees = "one flat array per unit, by unit" if flat else "{path: array}"
     return (
-        f"optimizer: expected a transformation that updates {trees}, or the tree of the model's parameters, from "
-        f"gradients, state, weights and the loss alone, got {type(error).__name__}: {str(error)[:500]}"
+        f"optimizer: expected a transformation that updates {trees}, or the tree of the model's parameters, from only "
+        f"gradients, state, weights and the loss, got {type(error).__name__}: {str(error)[:500]}"
     )

@@ -1,6 +1,6 @@
-"""The trees of parameters that an optimizer may be given (``chosen_form.py`` chooses).
+"""The trees of parameters that an optimizer may get (``chosen_form.py`` chooses one).
 
-A form is how the same parameters make a tree: the model's own, its names, or parameters under their units.
+A form arranges the same parameters as a tree: the model's own tree, nested names, or parameters by unit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Values = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of the train state. ``shapes``: of the parameters in it, with the layers of a stack. ``dtypes``: of
-    weights and gradients. ``padded``: whether elements of no parameter follow."""
+    """An array of the train state. ``shapes``: of its parameters, including the layers of a stack. ``dtypes``: of
+    weights and gradients. ``padded``: whether it has elements that belong to no parameter."""
 
     key: str
     shape: tuple[int, ...]
@@ -40,7 +40,8 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ModelTree:
-    """A pytree that a program knows a model by: its structure, and the path of each leaf. ``name``: of the form."""
+    """A pytree in which a program sees a model: its structure, and the path of each leaf. ``name``: name of the
+    form."""
 
     name: str
     structure: jax.tree_util.PyTreeDef
@@ -49,14 +50,14 @@ class ModelTree:
 
 @dataclass(frozen=True)
 class Form:
-    """A tree that a transformation may be given, and how parameters come into it and out of it."""
+    """A tree for a transformation: ``pack`` puts parameters into the tree, ``unpack`` takes them out."""
 
     pack: Callable[[Values], Any]
     unpack: Callable[[Any], Values]
 
 
 def taking_loss(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with an ``update`` that may be given ``value``, the loss."""
+    """The optimizer with an ``update`` that accepts ``value``, the loss."""
     able = optax.with_extra_args_support(optimizer)
     parameters = inspect.signature(able.update).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "value" for parameter in parameters):
@@ -82,12 +83,12 @@ def arrays_of(plan: ShardingPlan) -> tuple[StoredArray, ...]:
 
 
 def trees_of(plan: ShardingPlan) -> tuple[ModelTree, ...]:
-    """What programs give an optimizer of this model, the usual one first.
+    """The trees that programs pass to an optimizer of this model, the usual tree first.
 
-    "tree": the given pytree; of an nnx model ``nnx.as_pure(nnx.state(model, nnx.Param))``, which flax's optimizer
-    updates. "boxed" and "dictionary", of nnx models: the state with its variables, and ``nnx.to_pure_dict`` of it.
+    "tree": the given pytree; for an nnx model ``nnx.as_pure(nnx.state(model, nnx.Param))``, which flax's optimizer
+    updates. "boxed" and "dictionary", only for nnx models: the state with its variables, and its ``nnx.to_pure_dict``.
     """
-    # The paths themselves in place of arrays.
+    # The leaves are the paths themselves instead of arrays.
     parameters, variables = cast(Any, (plan.model.parameters, plan.model.variables))
     model = as_given(plan.model.merge(parameters, variables, {}))
     trees = {"tree": model}
@@ -110,7 +111,7 @@ def by_unit(arrays: Sequence[StoredArray]) -> Form:
 
 def by_name(arrays: Sequence[StoredArray]) -> Form:
     """The model's own names, as nested dictionaries."""
-    # In this order leaves come as those of a dictionary by path, and so does what is drawn for them at random.
+    # This order equals the order of a dictionary by path, so random numbers for the leaves are drawn in the same order.
     paths = sorted(path for array in arrays for path in array.paths)
 
     def pack(values: Values) -> Any:
@@ -145,6 +146,6 @@ def by_tree(model: ModelTree) -> Form:
 
 
 def forms_of(arrays: Sequence[StoredArray], models: Sequence[ModelTree], *, units: bool) -> dict[str, Form]:
-    """By name, in the order in which an optimizer is tried with them: the model's own trees, "name" and "unit"."""
+    """Forms by name, in the order in which they are tried: the model's own trees, "name" and "unit"."""
     forms = {model.name: by_tree(model) for model in models} | {"name": by_name(arrays)}
     return forms | {"unit": by_unit(arrays)} if units else forms

@@ -1,25 +1,22 @@
-"""The update, one array of weights after another, with what lies in the host's memory on the device
-only for its turn.
+"""The update, one array of weights after another; arrays in host memory are on the device only for their turn.
 
-A state that lies there as a whole, step counts included, is updated there (``on_host.py``).
+If the whole state is in host memory, including step counts, the host updates it (``on_host.py``).
 
-An optimizer's update is traced once. What each key's new weights and moments need is then a program
-of its own, where the optimizer treats elements alike; what several keys need (step counts, a global
-norm of gradients) comes first. A fence stands between two keys, so that the temporary arrays of an
-update are those of one key. Arrays in the host's memory travel while others are computed::
+An optimizer's update is traced once. If the optimizer treats all elements alike, the computation of each key's new
+weights and moments is a separate part of the program; computations for several keys (step counts, a global norm of
+gradients) come first. A fence separates two keys, so that only one key's temporary arrays exist at a time. Arrays in
+host memory travel while other keys are computed::
 
     in        | key 0 | key 1 | key 2         | key 3
     update            | 0     | 1             | 2
     out                       | key 0         | key 1
 
-Key i + 1 is fetched, and key i updated, when key i - 1 is back in the host's memory: of at most two
-keys there are arrays on the device, and of one a second time, while the parts in which an array
-travels are joined.
+Key i + 1 is fetched, and key i updated, when key i - 1 is back in host memory. So at most two keys have arrays on the
+device, and one of them twice, while the transferred parts of an array are joined.
 
-XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the
-end. So the order is one of values. An element is read from what was sent; where the parts of the
-next array begin depends on the element, though XLA cannot see that any element gives the same place
-(``_landed``, ``memory_kinds.fetch_after``).
+XLA's schedulers drop barriers, move transfers to the front and wait for transfers only at the end. So data dependences
+enforce the order: an element of the sent array is read, and the start offsets of the next array's parts depend on this
+element. XLA cannot see that every element gives the same offsets (``_landed``, ``memory_kinds.fetch_after``).
 """
 
 from __future__ import annotations
@@ -53,15 +50,16 @@ def update_in_turn(
     loss: jax.Array,
     shardings: tuple[Any, Any],
 ) -> tuple[Any, Buffers]:
-    """``update(gradients, opt_state, weights, loss)``, where what was in the host's memory is there again.
+    """``update(gradients, opt_state, weights, loss)``; results of arrays in host memory are in host memory again.
 
     ``shardings``: of ``opt_state`` and of ``weights``. An update that needs the moments or weights of several keys at
-    once (Muon's parameters of a unit, trust ratios of a global norm) is run as a whole, with all of them on the device.
-    Raises ``ValueError`` for such a one, and for one that needs other devices' parts, where all lies on the host.
+    once (Muon's parameters of a unit, trust ratios of a global norm) runs as a whole, with all arrays on the device. If
+    the whole state is on the host, raises ``ValueError`` for such an update, and for one that needs other devices'
+    parts.
     """
     state = (opt_state, weights)
     keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
-    # All keys may use a step count, wherever that lies.
+    # All keys may use a step count, which may be in either memory.
     leaves = [
         leaf if key is not None else on_device(leaf)
         for leaf, key in zip(jax.tree.leaves(state), keys, strict=True)
@@ -76,9 +74,9 @@ def update_in_turn(
         return update(gradients, *on_device(state), loss)
     if on_host and (turns is None or not turns.are_local()):
         raise ValueError(
-            "update on the host: expected an optimizer that treats elements alike, and weights by themselves, got one "
-            "that needs several arrays of weights at once, or what other devices have: use "
-            "Offload(..., update='device'), which leaves step counts on the device"
+            "update on the host: expected an optimizer that treats all elements alike, and each array of weights "
+            "separately, got one that needs several arrays of weights at once, or data of other devices: use "
+            "Offload(..., update='device'), which keeps step counts on the device"
         )
     if turns is None:
         return as_before(update(gradients, *on_device(state), loss), state)
@@ -91,21 +89,22 @@ def update_in_turn(
 
 
 def lies_on_host(plan: ShardingPlan, opt_state: Any, weights: Buffers) -> bool:
-    """Inside of a program: whether all lies in the host's memory, step counts, too; then the host updates it."""
+    """Inside a program: whether the whole state is in host memory, including step counts, so that the host updates
+    it."""
     state = opt_state, weights
     has_counts = any(key_of(plan, path, leaf) is None for path, leaf in jax.tree.leaves_with_path(state))
     return has_counts and not any(map(is_on_device, jax.tree.leaves(state)))
 
 
 def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
-    """The key of the weights to which an array of a train state belongs; None where it belongs to no one key."""
+    """The key of the weights to which an array of a train state belongs; None if it belongs to no single key."""
     located = plan.locate_buffer(path, leaf)
     if located is None:
         return None
     key, _ = located
     if key in plan.arrays:
         return key
-    # Scales, and parts of an array, have names of their own behind its key, or a parameter's path.
+    # Scales and parts of an array append their own names to the array's key or to a parameter's path.
     name = key if key in plan.parameters else key.rpartition(" (")[0]
     return name if name in plan.arrays else plan.parameters[name].key
 
@@ -113,7 +112,7 @@ def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
 def _traced(
     update: Update, gradients: Buffers, state: tuple[Any, Buffers], loss: jax.Array
 ) -> tuple[ClosedJaxpr, Any]:
-    """The update as a program of gradients, loss and state, all on the device; and the structure of its results."""
+    """The update as a program of gradients, loss and state, all on the device, and the structure of its results."""
 
     def run(gradients: Buffers, loss: jax.Array, state: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
         return update(gradients, *state, loss)
@@ -128,9 +127,10 @@ def _traced(
 
 @dataclass(frozen=True)
 class _Turns:
-    """``shared``: equations that no one key has for itself. ``own``: those of each key, in the order of the weights.
+    """``shared``: equations that belong to no single key. ``own``: the equations of each key, in the order of the
+    weights.
 
-    ``keys``: of each leaf of the state.
+    ``keys``: the key of each leaf of the state.
     """
 
     program: ClosedJaxpr
@@ -142,9 +142,9 @@ class _Turns:
     def of(
         program: ClosedJaxpr, others: int, keys: Sequence[str | None], order: Sequence[str]
     ) -> _Turns | None:
-        """``others``: how many inputs come before the state. None where keys cannot be updated one by one."""
+        """``others``: the number of inputs before the state. Returns None if keys cannot be updated one by one."""
         jaxpr = program.jaxpr
-        # The one key that uses a variable, None for several.
+        # The only key that uses a variable, or None for several.
         users: dict[Any, str | None] = {}
 
         def use(atoms: Sequence[Any], key: str | None) -> None:
@@ -177,20 +177,20 @@ class _Turns:
         last: dict[int, Any] = {}
         for (key, own), copies in zip(numbers.items(), stream.fetched(homes), strict=True):
             arrays = {n: copies.get(n, leaves[n]) for n in own}
-            # What leaves a fence and is not used is dropped, so the results of the key before go on
-            # from here. The fence keeps the temporary arrays of two keys from existing at once.
+            # XLA drops unused results of a fence, so the results of the previous key continue from this fence. The
+            # fence prevents the temporary arrays of two keys from existing at the same time.
             arrays, last = fence((arrays, last))
             new.update(last)
             inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
             evaluate(jaxpr, self.own[key], inner, [outputs[n] for n in own])
-            # All of them: what is sent says by one element that the key is done.
+            # Fence all results: one element of a sent array then shows that the whole key is done.
             results = fence(dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True)))
             new.update(stream.sent({n: results[n] for n in copies}))
             last = {n: array for n, array in results.items() if n not in copies}
         return [{**new, **last}[n] for n in range(len(leaves))]
 
     def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """The new leaves of the state, those of keys computed by the host in its memory."""
+        """The new leaves of the state; the host computes the leaves of keys in its own memory."""
         env, new = self._shared(others, leaves)
         outputs = self.program.jaxpr.outvars
         for key, equations in self.own.items():
@@ -210,22 +210,22 @@ class _Turns:
         return [new[n] for n in range(len(leaves))]
 
     def are_local(self) -> bool:
-        """Whether each device's part of a key is updated by itself."""
+        """Whether each device's part of a key can be updated separately."""
         return all(is_local(equation) for equations in self.own.values() for equation in equations)
 
     def _shared(self, others: Sequence[Any], leaves: Sequence[Any]) -> tuple[Env, dict[int, Any]]:
-        """What keys need: inputs and results of the shared part; and the new leaves that belong to no key."""
+        """The inputs of all keys (inputs and results of the shared part), and the new leaves that belong to no key."""
         jaxpr = self.program.jaxpr
         env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
         evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
-        # The host computes with gradients where they lie.
+        # The host uses gradients from either memory.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
 
     def _taken(self) -> list[Any]:
-        """What keys take of the shared part."""
+        """The variables of the shared part that keys use."""
         return [
             v for equations in self.own.values() for equation in equations for v in operands(equation.invars)
         ]
@@ -236,17 +236,17 @@ Arrays = dict[int, jax.Array]
 
 
 class Stream:
-    """Of one update, whose keys come one after the other; ``specs``: how each array is cut over ``mesh``."""
+    """The transfers of one update, key after key. ``specs``: how each array is cut over ``mesh``."""
 
     def __init__(self, mesh: Mesh, specs: Sequence[PartitionSpec]) -> None:
         self._mesh, self._specs = mesh, specs
-        # An element of each array that was sent last.
+        # One element of each array of the last transfer to the host.
         self._landed: Arrays = {}
 
     def fetched(self, homes: Sequence[Arrays]) -> Iterator[Arrays]:
-        """For each key, in turn, copies on the device of its arrays in the host's memory, of which it may have none.
+        """For each key in order, device copies of its arrays in host memory (perhaps none).
 
-        What becomes of them is given to ``sent`` before the next key is asked for.
+        The caller passes their results to ``sent`` before it asks for the next key.
         """
         travelling = [arrays for arrays in homes if arrays]
         ahead = [on_device(arrays) for arrays in travelling[:1]]
@@ -261,11 +261,11 @@ class Stream:
             yield self._gated(present)
 
     def sent(self, arrays: Arrays) -> Arrays:
-        """These results in the host's memory."""
+        """Copies of these results in host memory."""
         if not arrays:
             return {}
         lying = {n: NamedSharding(self._mesh, self._specs[n]) for n in arrays}
-        # ``_by_shard`` takes each array to lie so.
+        # ``_by_shard`` assumes these shardings.
         on_host = in_host(lax.with_sharding_constraint(arrays, lying))
         self._landed = self._by_shard(_elements, on_host)
         return on_host
@@ -279,10 +279,10 @@ class Stream:
         return self._by_shard(_after, arrays, self._landed) if self._landed else arrays
 
     def _by_shard(self, function: Any, *operands: Arrays) -> Arrays:
-        """``function`` of each device's shards; its results are cut as the arrays of the same number."""
+        """``function`` on each device's shards; a result is cut like the array with the same number."""
         specs = tuple({n: self._specs[n] for n in arrays} for arrays in operands)
         run: Any = jax.shard_map(
-            # Each device slices its own shard; slices of a whole array XLA would gather first.
+            # Each device slices its own shard; XLA would gather a whole array before slicing it.
             function,
             mesh=self._mesh,
             in_specs=specs,
@@ -294,7 +294,7 @@ class Stream:
 
 
 def _elements(arrays: Arrays) -> Arrays:
-    """The first of each, which is there when all of the array is."""
+    """The first element of each array; it has arrived when the whole array has."""
     return on_device({n: lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for n, x in arrays.items()})
 
 
@@ -309,11 +309,10 @@ def _parts_after(arrays: Arrays, landed: Arrays) -> Arrays:
 
 
 def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
-    """True, when all of them are there."""
+    """True, as soon as all elements have arrived."""
     there = jnp.array(True)
     for element in landed.values():
         number = element.reshape(()).astype(jnp.float32)
-        # One of the two holds for each number, and for NaN the second: always True, which XLA
-        # cannot know.
+        # Each number satisfies one of the two, and NaN the second. So this is always True, but XLA cannot know that.
         there &= (number >= 0) | ~(number >= 1)
     return there

@@ -1,12 +1,12 @@
-"""Optimizers that look at shapes or names (Muon, a decay mask by ``ndim``): they get the model's own parameters.
+"""Give the model's own parameters to optimizers that look at shapes or names (Muon, a decay mask by ``ndim``).
 
-At rest weights stay as the plan says, and moments lie like the pjit engine's: each parameter's cut along a dimension
-that divides, or whole. Only in the update are weights and gradients brought together, unit by unit::
+At rest, weights stay sharded as planned. Moments are sharded like the pjit engine's: along a dimension that the number
+of shards divides, or not at all. Weights and gradients are gathered only in the update, unit by unit::
 
-    flat [padded], sharded -> all-gather -> parameters, cut as the moments are -> update -> flat, sharded
+    flat [padded], sharded -> all-gather -> parameters, cut like the moments -> update -> flat, sharded
 
-Weights and gradients are then gathered in every step, which an elementwise optimizer, on the shards as they are, does
-without; so ``fit_to_plan`` reads which of the two an optimizer needs (``chosen_form.py``).
+So every step gathers weights and gradients, which an elementwise optimizer on the stored shards does not need.
+Therefore ``fit_to_plan`` finds out which of the two an optimizer needs (``chosen_form.py``).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SHARE_TO_WARN_OF = 0.01
 def fit_to_plan(
     plan: ShardingPlan, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation of the plan's arrays that trains as ``optimizer`` does on the unsharded model.
+    """A transformation of the plan's arrays that trains like ``optimizer`` on the unsharded model.
 
-    It is ``optimizer`` on the arrays as they are where that does the same to each element wherever the element lies;
-    else ``optimizer`` on the model's parameters. Its traced programs tell which (``chosen_form.py``). ``update`` takes
+    If ``optimizer`` treats each element alike, wherever it is stored, this is ``optimizer`` on the stored arrays; else
+    ``optimizer`` on the model's parameters. The traced programs decide (``chosen_form.py``). ``update`` accepts
     ``value``, the loss.
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
-    # What this one does to an element depends on its row at most, by its own specification.
+    # By specification, this optimizer's update of an element depends at most on the element's row.
     if isinstance(optimizer, MainWeightTransformation):
         return taking_loss(optimizer.on_plan(plan))
     arrays, models = arrays_of(plan), trees_of(plan)
@@ -52,9 +52,9 @@ def fit_to_plan(
 
 
 def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
-    """``RuntimeWarning`` naming parameters whose moments in ``opt_state`` no device has a part of, but all have whole.
+    """Issue a ``RuntimeWarning`` that names parameters whose moments in ``opt_state`` are whole on every device.
 
-    Only of moments by parameter with flat weights; what the pjit engine cannot cut, it says when it plans.
+    Only for moments by parameter with flat weights; the pjit engine warns about uncut parameters while it plans.
     """
     if plan.engine != "shard_map":
         return
@@ -67,16 +67,16 @@ def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
     share = sum(whole.values()) / max(1, sum(math.prod(x.shape) for x in plan.logical.values()))
     if share > _SHARE_TO_WARN_OF:
         warn_caller(
-            f"shard_map engine: this optimizer looks at shapes or names of parameters. No dimension of {len(whole)} of "
-            f"{len(plan.logical)} of them, {share:.0%} of the elements, divides by the number of shards, so their "
-            f"moments are whole on every device: {tuple(whole)[:5]}; an optimizer that treats all elements alike "
-            "(adamw without a mask) shards any shape",
+            f"shard_map engine: this optimizer looks at shapes or names of parameters. {len(whole)} of "
+            f"{len(plan.logical)} parameters ({share:.0%} of the elements) have no dimension that the number of "
+            f"shards divides, so their moments are whole on every device: {tuple(whole)[:5]}; an optimizer that "
+            "treats all elements alike (adamw without a mask) shards any shape",
             RuntimeWarning,
         )
 
 
 def _uncut(plan: ShardingPlan) -> frozenset[str]:
-    """Paths of parameters that a strategy shards and that no dimension allows to cut."""
+    """Paths of parameters that a strategy shards but that have no dimension to cut."""
     return frozenset(
         path
         for path, array in plan.logical.items()
@@ -105,7 +105,8 @@ def _on_parameters(
 
 
 def _plain(state: Any) -> Any:
-    """An optimizer's state at rest: dictionaries with the same leaves in the same order in place of ``nnx.State``."""
+    """An optimizer's state at rest, with dictionaries in place of ``nnx.State``; leaves and their order stay the
+    same."""
 
     def plain(node: Any) -> Any:
         if isinstance(node, nnx.Variable):
@@ -118,7 +119,7 @@ def _plain(state: Any) -> Any:
 
 
 def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
-    """By path, what the arrays hold; each cut as its moments are."""
+    """The parameters in the arrays, by path; each is cut like its moments."""
     by_path: dict[str, jax.Array] = {}
     last: Any = ()
     for unit in plan.units.values():
@@ -138,7 +139,7 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
 
 
 def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
-    """The plan's arrays that hold these, weights or updates; updates may be of more bits than the weights."""
+    """The plan's arrays for these weights or updates; updates may have a wider dtype than the weights."""
     by_key: Buffers = {}
     for unit in plan.units.values():
         for group in unit.groups:
@@ -147,5 +148,5 @@ def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
                 dtype = jnp.result_type(*leaves)
                 arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
                 by_key.update(zip(group.stored, arrays, strict=True))
-    # Else XLA may leave the flat arrays whole.
+    # Without the constraint, XLA may leave the flat arrays whole.
     return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in by_key.items()}

@@ -1,8 +1,8 @@
-"""AdamW on main-weight shards, with the numbers of PyTorch's fused AdamW.
+"""AdamW on main-weight shards, with the same results as PyTorch's fused AdamW.
 
-Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.optimizer.update``. ``[x]`` is a
-scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds;
-``fma(x, y, z)`` is ``x * y + z`` rounded once::
+Step ``t`` = 1, 2, ... of every element, as listed in ``torch_impl.optimizer.update``. ``[x]`` is a scalar that is
+computed in double precision and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
+``x * y + z`` rounded once::
 
     1   g = the gradient in the dtype of the update
     2   w = w * [fma(-lr, weight_decay, 1)]
@@ -15,39 +15,35 @@ scalar computed in doubles and rounded once to the dtype of the update. Every op
 The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights
 are rounded once, when they are stored. Moments of such weights are float32 by default.
 
-JAX has no way to ask for a fused multiply-add, nor for none: LLVM contracts ``a * b + c`` wherever
-it sees one, through barriers and whatever the flags, and in a sum of two products takes the one
-that it meets first. XLA simplifies what it knows about scalars. So each sum below has at most one
-operand that is a product; any other passes through a select that the compiler cannot decide, and so
-arrives rounded. A divisor passes through one too, as division by a scalar becomes multiplication by
-its inverse. Neither depends on where in an array or on which device an element lies, and nor do its
-bits.
+JAX can neither request nor forbid a fused multiply-add: LLVM contracts every ``a * b + c`` that it sees, through
+barriers and under all flags, and in a sum of two products it contracts the one that it meets first. XLA simplifies
+operations with known scalars. So each sum below has at most one operand that is a product; every other product passes
+through a select that the compiler cannot decide, and is therefore rounded first. A divisor also passes through a
+select, since division by a scalar would become multiplication by its inverse. So an element's bits do not depend on its
+position in an array or on its device.
 
 ``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with
 ``bias_correction=False`` both ``1 - b**t`` are 1.
 
-Fed the same gradients, the compiled step gives the weights and moments of
-``torch.optim.AdamW(fused=True)`` on CPU bit for bit, in float32 and float64, whatever the number of
-devices and wherever shards begin and end. Bias corrections come from a table of host doubles that
-is part of the program, so the step count stays on the device. The equality leans on how LLVM
-contracts products; tests hold it. Two things are PyTorch's own:
+With the same gradients, the compiled step gives the weights and moments of ``torch.optim.AdamW(fused=True)`` on CPU bit
+for bit, in float32 and float64, for any number of devices and any shard boundaries. Bias corrections come from a table
+of host doubles that is part of the program, so the step count stays on the device. The equality depends on how LLVM
+contracts products; tests check it. Two things differ from PyTorch:
 
-- The second form of line 4, for what is left of each tensor after whole vectors of 32 bytes: up to
-  7 elements, in float64 3. (So it is with AVX2 and with AVX-512, where the compiler made vectors of
-  this length out of the loop over what is left.) A flat array does not say where those are, so all
-  elements take the first form, and there the bits part. After 100 steps of 3000 tensors that were
-  nothing but such tails, ``m`` was equal; of ``v`` 83 % differed (float64: 86 %), 4 % (8 %) by more
-  than 5 ulp and none by more than 13 (17); of ``w`` 43 % (49 %), by at most 7 ulp of the largest
-  value that the weight had had. ``torch_vector_bytes`` gives the second form to arrays that are
-  tensors.
-- Numbers too small to be normal: JAX takes them for zero.
+- PyTorch uses the second form of line 4 for the tail of each tensor after whole vectors of 32 bytes: up to 7 elements,
+  in float64 up to 3. (This holds for AVX2 and for AVX-512, whose compiler vectorized the loop over the tail with this
+  length.) A flat array does not know where the tails are, so all elements use the first form, and the bits of the tails
+  diverge. After 100 steps of 3000 tensors that consisted only of such tails, ``m`` was equal; 83 % of the elements of
+  ``v`` differed (float64: 86 %), 4 % (8 %) by more than 5 ulp and none by more than 13 (17) ulp; 43 % (49 %) of ``w``
+  differed, by at most 7 ulp of the largest value that the weight had had. ``torch_vector_bytes`` applies the second
+  form to arrays that are tensors.
+- JAX flushes subnormal numbers to zero.
 
-Moments in low precision (``mu_dtype``, ``nu_dtype``) are those of ``torch_impl``'s
-``MainWeightAdamW``, stored values and scales, bit for bit as well (``moments.py``).
+Moments in low precision (``mu_dtype``, ``nu_dtype``) also equal those of ``torch_impl``'s ``MainWeightAdamW`` bit for
+bit, both stored values and scales (``moments.py``).
 
-What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs
-(``ATEN_CPU_CAPABILITY=default``) contracts fewer products, and its bits are others. No equality is
-promised where JAX runs on GPUs.
+All this refers to PyTorch's kernels for AVX2 and AVX-512. The kernel for other CPUs (``ATEN_CPU_CAPABILITY=default``)
+contracts fewer products and gives other bits. On GPUs, no equality is promised.
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ from jax_impl.optimizer.transformation import (
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
-# Steps whose bias corrections a program has as a table of doubles: 32 MB for each beta.
+# The largest number of steps in a program's table of bias corrections: 32 MB of doubles for each beta.
 _LONGEST_TABLE = 1 << 22
 _NAME = "main_weight_adamw"
 
@@ -94,7 +90,7 @@ _NAME = "main_weight_adamw"
 class AdamWState:
     """``count``: int32 scalar, steps done. ``mu``, ``nu``: moments, shaped and sharded like the weights.
 
-    ``mu_scale``, ``nu_scale``: a float32 scale for each row of what has one; None for formats without scales. See
+    ``mu_scale``, ``nu_scale``: a float32 scale for each row of a scaled moment; None for formats without scales. See
     ``optimizer/moments.py``.
     """
 
@@ -118,24 +114,26 @@ def main_weight_adamw(
     nu_dtype: Any = None,
     torch_vector_bytes: int | None = None,
 ) -> MainWeightTransformation:
-    """AdamW, or Adam; defaults are those of PyTorch's AdamW.
+    """AdamW, or Adam, with the defaults of PyTorch's AdamW.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
+    dtype.
 
-    learning_rate: a number, or an optax schedule: a function of the int32 count of steps done before this one that
-        gives a scalar, evaluated inside the step. A scalar ``x`` gives the bits that PyTorch gives with
-        ``lr=float(x)``; a schedule's own arithmetic rounds in a compiled program otherwise than op by op.
+    learning_rate: a number, or an optax schedule: a function from the int32 count of completed steps to a scalar,
+        evaluated inside the step. A scalar ``x`` gives the same bits as PyTorch with ``lr=float(x)``; a schedule's own
+        arithmetic rounds differently in a compiled program than op by op.
     adam_w_mode: False for Adam, whose ``weight_decay`` is a part of the gradient (L2): the bits of
         ``torch.optim.Adam(fused=True)``.
-    bias_correction: False for updates as if moments had been gathered for ever: both corrections are 1.
-    mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
-        float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
-        where rows are single elements, in float32, or float64 for float64 weights.
-    torch_vector_bytes: what PyTorch's CPU kernel computes at once; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
-        array then has the bits of one tensor, also in its last elements; where arrays end hence shows in the bits.
+    bias_correction: False sets both corrections to 1, as if infinitely many steps had been taken.
+    mu_dtype, nu_dtype: the format of first and second moments between steps, a dtype or its name: bfloat16; or, with a
+        float32 scale for each row, float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``). By default, and if
+        rows are single elements: float32, or float64 for float64 weights.
+    torch_vector_bytes: the vector size of PyTorch's CPU kernel; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
+        array then has the bits of one tensor, also in its last elements; so the bits depend on where arrays end.
 
-    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for other types; ``init`` and ``update`` do
-    for weights of another dtype, ``update`` for gradients of another shape and for a schedule that gives no scalar.
+    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for wrong types. ``init`` and ``update``
+    raise for weights of a wrong dtype, ``update`` for gradients of a wrong shape and for a schedule that does not
+    return a scalar.
     """
     constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
@@ -145,7 +143,7 @@ def main_weight_adamw(
 
 @dataclass(frozen=True)
 class _AdamW:
-    """What the user gave."""
+    """The user's settings."""
 
     learning_rate: float | optax.Schedule
     constants: Constants
@@ -171,7 +169,7 @@ def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransfo
         return _apply(settings, arrays, gradients, state, weights)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        # Others do the same to each element wherever the element lies.
+        # Other formats treat each element alike, wherever it is stored.
         scaled = any(moment_format.scaled for moment_format in settings.formats)
         return _transformation(settings, PlanMoments(plan)) if scaled else own
 
@@ -235,14 +233,14 @@ def _update_array(
     gradient: jax.Array,
     numbers: tuple[jax.Array, StepScalars],
 ) -> tuple[jax.Array, Parts, Parts]:
-    """Weights and moments of one array, or of the shard that a device has of it, after the step."""
+    """Weights and moments of one array, or of a device's shard of the array, after the step."""
     (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     wide = weight.astype(update_dtype(weight.dtype))
     wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
     new = rows[0].encode(settings.formats[0], m, count)
     if settings.formats[1].scaled:
-        # Largest magnitudes of rows that are cut over devices are collectives, which come one after
+        # The largest magnitude of a row that is cut over devices needs a collective, and collectives run one after
         # another.
         v, new = fence((v, new))
     return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
@@ -256,7 +254,7 @@ def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_b
             raise ValueError(f"main_weight_adamw: expected 0 <= {name} < 1, got {beta}")
         if vanishing_step(beta) > _LONGEST_TABLE:
             raise ValueError(
-                f"main_weight_adamw: expected {name} whose powers vanish within {_LONGEST_TABLE} steps, got {beta}"
+                f"main_weight_adamw: expected a {name} whose powers vanish within {_LONGEST_TABLE} steps, got {beta}"
             )
     check_rate("learning_rate", learning_rate, _NAME)
     for name in ("eps", "weight_decay"):
@@ -269,13 +267,13 @@ def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_b
         )
 
 
-# Below this, one minus a power is one in doubles.
+# Below this, one minus a power equals one in double precision.
 _NEGLIGIBLE = 2.0**-56
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is the same in every step, but for a learning rate that is not scheduled; see ``main_weight_adamw``."""
+    """The constants of all steps, except a constant learning rate; see ``main_weight_adamw``."""
 
     b1: float
     b2: float
@@ -288,7 +286,8 @@ class Constants:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepScalars:
-    """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in weights' dtype."""
+    """For step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in the weights'
+    dtype."""
 
     step_size: Any
     correction: Any
@@ -304,17 +303,18 @@ def adamw_update(
     constants: Constants,
     vector_bytes: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and moments after the step: arrays of one shape, and of float32 or float64, ``g`` of any floating dtype.
+    """Weights and moments after the step. Arrays have one shape and are float32 or float64; ``g`` has any floating
+    dtype.
 
     ``vector_bytes``: as in ``main_weight_adamw``.
     """
     number = w.dtype.type
 
     def opaque(x: Any) -> jax.Array:
-        # NaN of a second moment is none of the gradient.
+        # A NaN in the second moment does not reach the gradient.
         return jnp.where(v < 0, number(np.nan), x)
 
-    # A gradient that the same program computed may be a product.
+    # A gradient from the same program may be a product.
     g = opaque(g.astype(w.dtype))
     if constants.adam_w_mode:
         w = opaque(w * scalars.decay)
@@ -332,7 +332,7 @@ def adamw_update(
 
 
 def _tail(w: jax.Array, vector_bytes: int | None) -> jax.Array | None:
-    """Mask of the elements, in row-major order, after the last whole vector; ``None`` where there are none."""
+    """Mask of the elements, in row-major order, after the last whole vector; ``None`` if there are none."""
     left = 0 if vector_bytes is None else w.size % (vector_bytes // w.dtype.itemsize)
     if left == 0:
         return None
@@ -347,21 +347,21 @@ def step_scalars(
 ) -> StepScalars:
     """The scalars of step ``count`` (traced int32, from 1): PyTorch's doubles, rounded once to ``dtype``.
 
-    Powers in float32 inside the step would be off by 1e-5 relative in early steps, so these come from tables of host
-    doubles. What depends on a learning rate that only the program knows is computed in doubles in the program, also
-    where JAX's 64-bit types are off.
+    Powers in float32 inside the step would have a relative error of 1e-5 in early steps, so powers come from tables of
+    host doubles. If only the program knows the learning rate, scalars that depend on it are computed in double
+    precision in the program, even if JAX's 64-bit types are off.
     """
     bias1, bias2 = (
         1 - powers(beta) if constants.bias_correction else np.ones(1) for beta in (constants.b1, constants.b2)
     )
     correction = _at(count, np.sqrt(bias2).astype(dtype))
     if not isinstance(learning_rate, jax.Array):
-        # PyTorch's compiler contracts this, too. A fraction becomes a float with one rounding.
+        # PyTorch's compiler contracts this, too. A Fraction converts to a float with one rounding.
         decay = dtype.type(float(1 - Fraction(learning_rate) * Fraction(constants.weight_decay)))
         return StepScalars(_at(count, (learning_rate / bias1).astype(dtype)), correction, decay)
     with jax.enable_x64(True):
         double = lax.convert_element_type(learning_rate, np.float64)
-        # Contracted, as PyTorch's compiler does.
+        # Contracted, as by PyTorch's compiler.
         left = np.float64(1) - double * np.float64(constants.weight_decay)
         step_size, decay = (lax.convert_element_type(x, dtype) for x in (double / _at(count, bias1), left))
     return StepScalars(step_size, correction, decay)
@@ -373,7 +373,7 @@ def _at(count: jax.Array, table: np.ndarray) -> jax.Array:
 
 @functools.cache
 def powers(base: float) -> np.ndarray:
-    """``base ** t`` in float64 for t = 1, 2, ... up to the first for which ``1 - base ** t`` is one."""
+    """``base ** t`` in float64 for t = 1, 2, ... up to the first t for which ``1 - base ** t`` equals one."""
     return np.array([base**t for t in range(1, vanishing_step(base) + 1)])
 
 

@@ -1,9 +1,9 @@
-"""Muon on main weights: matrices by ``torch.optim.Muon``'s arithmetic, the rest by ``main_weight_adamw``.
+"""Muon on main weights: matrices with the arithmetic of ``torch.optim.Muon``, the rest with ``main_weight_adamw``.
 
-``muon_update.py`` has the arithmetic by lines, of which line 3 needs whole matrices. On a plan (``logical.py``) weights
-and gradients are brought together unit by unit in each step, and moments are cut along a dimension that divides. For
-line 3 ``u`` travels in bfloat16: a matrix to all devices, each of which computes the same; a stack whose number of
-matrices the number of shards divides to where each device has its share of whole matrices, and ``o`` back.
+``muon_update.py`` lists the arithmetic line by line; line 3 needs whole matrices. On a plan (``logical.py``) each step
+gathers weights and gradients unit by unit, and moments are cut along a dimension that the number of shards divides. For
+line 3, ``u`` travels in bfloat16. A single matrix goes to all devices, which all compute the same. If the number of
+shards divides the number of matrices in a stack, each device gets its share of whole matrices and sends ``o`` back.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Rule = Callable[[str, jax.ShapeDtypeStruct], bool | tuple[int, int]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MuonState:
-    """By path: ``trace``: momentum of matrices, ``mu``, ``nu``: AdamW's moments of the rest; ``count``: steps done.
+    """By path: ``trace``: momentum of matrices; ``mu``, ``nu``: AdamW's moments of the rest. ``count``: steps done.
 
-    ``trace_scale``, ``mu_scale``, ``nu_scale``: a float32 scale for each row of what has one; None for formats without.
+    ``trace_scale``, ``mu_scale``, ``nu_scale``: a float32 scale for each row of a scaled moment; None without scales.
     """
 
     count: jax.Array
@@ -69,7 +69,7 @@ def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
 
 @dataclass(frozen=True)
 class _Muon:
-    """What the user gave. ``adamw``: of the rest. ``trace``: how momentum is stored."""
+    """The user's settings. ``adamw``: updates the other parameters. ``trace``: the format of momentum."""
 
     learning_rate: float | optax.Schedule
     constants: Constants
@@ -99,24 +99,25 @@ def main_weight_muon(
     nu_dtype: Any = None,
     outputs: int = -1,
 ) -> MainWeightTransformation:
-    """Muon; arguments and defaults are those of ``torch.optim.Muon``, ``learning_rate`` as in ``main_weight_adamw``.
+    """Muon with the arguments and defaults of ``torch.optim.Muon``; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
+    dtype.
 
-    use_muon: whether a parameter is for Muon, by its path ("layers/0/kernel") and its shape and dtype, of a stack of
-        layers those of one layer. None: all of two dimensions. Of more dimensions, True makes matrices of the last
-        two, such as those of experts; ``(1, 2)`` of the last three with one of inputs and two of outputs, as kernels of
-        attention have them, ``(2, 1)`` as its output kernel has them. Embeddings and output heads are matrices too,
-        which Muon's authors leave to AdamW: exclude them by path.
-    adamw_learning_rate, ...: of the rest, as in ``main_weight_adamw``; the rate is ``learning_rate`` by default.
-    momentum_dtype, mu_dtype, nu_dtype: how moments are stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
+    use_muon: whether Muon updates a parameter, given its path ("layers/0/kernel") and its shape and dtype (of one layer
+        for a stack). None: all parameters of two dimensions. For more dimensions, True makes matrices of the last two,
+        as for experts; ``(1, 2)`` makes matrices of the last three, one input and two output dimensions, as in kernels
+        of attention; ``(2, 1)`` is for its output kernel. Embeddings and output heads are matrices, too, but Muon's
+        authors leave them to AdamW: exclude them by path.
+    adamw_learning_rate, ...: for the rest, as in ``main_weight_adamw``; by default the rate is ``learning_rate``.
+    momentum_dtype, mu_dtype, nu_dtype: formats of moments between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
-    outputs: which dimension of a matrix counts outputs, for the adjustment of the rate: -1 of kernels as JAX has them,
-        ``[..., inputs, outputs]``; -2 of weights as PyTorch has them.
+    outputs: the output dimension of a matrix, for the adjustment of the rate: -1 for JAX's kernels ``[..., inputs,
+        outputs]``, -2 for PyTorch's weights.
 
-    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for other types; ``init`` and ``update`` do
-    for weights of another dtype and for a parameter of less than two dimensions that the rule gives to Muon, ``update``
-    for gradients of another shape and for a schedule that gives no scalar.
+    Raises ``ValueError`` for hyperparameters out of range and ``TypeError`` for wrong types. ``init`` and ``update``
+    raise for weights of a wrong dtype and for a parameter of less than two dimensions that the rule gives to Muon,
+    ``update`` for gradients of a wrong shape and for a schedule that does not return a scalar.
     """
     check_rate("learning_rate", learning_rate, _NAME)
     for name, number in (("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)):
@@ -157,27 +158,27 @@ def main_weight_muon(
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Where matrices lie. ``plan`` None: of a pytree that belongs to no plan."""
+    """The placement of matrices. ``plan`` None: for a pytree that belongs to no plan."""
 
     settings: _Muon
     arrays: MomentArrays
     plan: ShardingPlan | None = None
 
     def split(self, weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those of Muon, and the rest."""
+        """Muon's parameters, and the rest."""
         apart: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for path, leaf in sorted(weights.items()):
             shape = self.layer_shape(path, tuple(leaf.shape))
             dimensions = self._dimensions(path, shape, leaf.dtype)
             if dimensions is not None and len(shape) < sum(dimensions):
                 raise ValueError(
-                    f"{_NAME}: expected matrices where use_muon is true, got {path!r} of shape {shape}"
+                    f"{_NAME}: expected matrices if use_muon is true, got {path!r} of shape {shape}"
                 )
             apart[1 if dimensions is None else 0][path] = leaf
         return apart
 
     def matrix_shape(self, path: str, leaf: Any) -> tuple[int, ...]:
-        """``[..., rows, columns]`` of a parameter as the matrices that it is."""
+        """The shape ``[..., rows, columns]`` of a parameter as one or more matrices."""
         shape = tuple(leaf.shape)
         dimensions = self._dimensions(path, self.layer_shape(path, shape), leaf.dtype)
         assert dimensions is not None
@@ -186,12 +187,12 @@ class _Matrices:
         return (*shape[:rows], math.prod(shape[rows:columns]), math.prod(shape[columns:]))
 
     def _dimensions(self, path: str, shape: tuple[int, ...], dtype: Any) -> tuple[int, int] | None:
-        """How many dimensions of a layer's are rows, and how many columns; None where Muon has no part in it."""
+        """The number of a layer's dimensions that are rows, and columns; None if Muon does not update the parameter."""
         muon = self.settings.use_muon(path, jax.ShapeDtypeStruct(shape, dtype))
         return (1, 1) if muon is True else (muon or None)
 
     def layer_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Without the dimension that counts the layers of a stack."""
+        """The shape without the layer dimension of a stack."""
         if self.plan is None:
             return shape
         group = next(
@@ -200,7 +201,8 @@ class _Matrices:
         return shape if group.layers is None else shape[1:]
 
     def whole(self, path: str, direction: jax.Array, stack: bool) -> jax.Array:
-        """Where each device has the whole matrices that it orthogonalizes; ``stack``: there are several."""
+        """Place whole matrices on the devices that orthogonalize them. ``stack``: whether there are several
+        matrices."""
         if self.plan is None:
             return direction
         spec = PartitionSpec()
@@ -212,7 +214,7 @@ class _Matrices:
         return lax.with_sharding_constraint(direction, NamedSharding(self.plan.mesh, spec))
 
     def apart(self, path: str, direction: jax.Array) -> jax.Array:
-        """As the moments of the parameter lie."""
+        """Shard like the moments of the parameter."""
         if self.plan is None:
             return direction
         return lax.with_sharding_constraint(
@@ -221,7 +223,7 @@ class _Matrices:
 
 
 def _on_tree(settings: _Muon) -> MainWeightTransformation:
-    """For any pytree, and for the arrays of a plan."""
+    """The transformation for any pytree; its ``on_plan`` is for the arrays of a plan."""
     matrices = _Matrices(settings, MomentArrays())
 
     def init(weights: Any) -> MuonState:
@@ -320,7 +322,7 @@ def _apply(
     last: Any = ()
     for (path, weight), kept, parts in zip(own.items(), rows, moments, strict=True):
         check_gradient((jax.tree_util.DictKey(path),), weight, gradients[path], _NAME)
-        # The collectives of one matrix after those of another: see forward.hold.
+        # The collectives of one matrix run after the collectives of another: see forward.hold.
         (gradient, parts), last = fence(((gradients[path], parts), last))
         m, direction = accumulate(
             settings.constants, kept.decode(parts), gradient.astype(update_dtype(weight.dtype))

@@ -1,7 +1,7 @@
-"""SGD with momentum on main-weight shards, with the numbers of PyTorch's SGD.
+"""SGD with momentum on main-weight shards, with the same results as PyTorch's SGD.
 
-Every element, the list of ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of
-the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
+For every element, as listed in ``torch_impl.optimizer.main_weight_sgd``. ``[x]`` is a number that is rounded once to
+the dtype of the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
 
     1   g = the gradient in the dtype of the update
     2   g = fma([weight_decay], w, g)                   if weight_decay
@@ -12,8 +12,8 @@ the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operatio
 The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights are rounded once, when
 they are stored.
 
-Fed the same gradients, the compiled step gives the weights and momentum of ``torch.optim.SGD`` on CPU bit for bit, in
-float32 and float64, whatever the number of devices, but for numbers too small to be normal, which JAX takes for zero.
+With the same gradients, the compiled step gives the weights and momentum of ``torch.optim.SGD`` on CPU bit for bit, in
+float32 and float64, for any number of devices, except subnormal numbers, which JAX flushes to zero.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _NAME = "main_weight_sgd"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SGDState:
-    """``count``: int32 scalar, steps done. ``trace``: momentum, shaped and sharded like the weights; None without.
+    """``count``: int32 scalar, steps done. ``trace``: momentum, shaped and sharded like the weights, or None.
 
-    ``trace_scale``: a float32 scale for each row of what has one; None for formats without scales.
+    ``trace_scale``: a float32 scale for each row of a scaled momentum; None for formats without scales.
     """
 
     count: jax.Array
@@ -63,7 +63,7 @@ class SGDState:
 
 @dataclass(frozen=True)
 class _SGD:
-    """What the user gave. ``trace``: how momentum is stored."""
+    """The user's settings. ``trace``: the format of momentum."""
 
     learning_rate: float | optax.Schedule
     momentum: float
@@ -82,15 +82,16 @@ def main_weight_sgd(
     *,
     momentum_dtype: Any = None,
 ) -> MainWeightTransformation:
-    """SGD; the arguments are those of PyTorch's, and ``learning_rate`` as in ``main_weight_adamw``.
+    """SGD with the arguments of PyTorch's SGD; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have their shapes, in any floating dtype.
+    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
+    dtype.
 
-    momentum_dtype: how momentum is stored between steps, as ``mu_dtype`` of ``main_weight_adamw``.
+    momentum_dtype: the format of momentum between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
     Raises ``ValueError`` for numbers below 0, and for ``nesterov`` without momentum or with dampening, and
-    ``TypeError`` for other types; ``init`` and ``update`` do for weights of another dtype, ``update`` for gradients of
-    another shape and for a schedule that gives no scalar.
+    ``TypeError`` for wrong types. ``init`` and ``update`` raise for weights of a wrong dtype, ``update`` for gradients
+    of a wrong shape and for a schedule that does not return a scalar.
     """
     check_rate("learning_rate", learning_rate, _NAME)
     check_not_negative("momentum", momentum, _NAME)
@@ -117,7 +118,7 @@ def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransform
         return _apply(settings, arrays, gradients, state, weights)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        # Others do the same to each element wherever the element lies.
+        # Other formats treat each element alike, wherever it is stored.
         return (
             _transformation(settings, PlanMoments(plan))
             if settings.trace.scaled and settings.momentum
@@ -172,25 +173,25 @@ def _apply(
 def _update_array(
     settings: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
 ) -> tuple[jax.Array, Parts]:
-    """Weights and momentum of one array, or of the shard that a device has of it, after the step."""
+    """Weights and momentum of one array, or of a device's shard of the array, after the step."""
     (weight, stored), (count, step_size) = held, numbers
     w = weight.astype(update_dtype(weight.dtype))
     number = w.dtype.type
 
     def opaque(x: Any, of: jax.Array) -> jax.Array:
-        # Rounded, as behind a choice for each element: see main_weight_adamw.py. NaN comes of NaN alone.
+        # The per-element select forces rounding: see main_weight_adamw.py. Only NaN gives NaN.
         return jnp.where(of == of, x, number(np.nan))
 
     g = gradient.astype(w.dtype)
     if settings.momentum or settings.weight_decay:
-        # A gradient that the same program computed may be a product.
+        # A gradient from the same program may be a product.
         g = opaque(g, g)
     if settings.weight_decay:
         g = w * number(settings.weight_decay) + g
     if not settings.momentum:
         return as_stored(w + step_size * g, weight.dtype), stored
     m = rows.decode(stored)
-    # Momentum begins with zeros.
+    # Momentum starts at zero.
     share = (
         jnp.where(count == 1, number(1), number(1 - settings.dampening)) if settings.dampening else number(1)
     )

@@ -1,39 +1,35 @@
-"""How optimizer moments are stored: float32 as they are, half precision rounded, float16 and float8
-with a scale a row.
+"""Formats of optimizer moments: float32 unchanged, bfloat16 rounded, float16 and float8 with one scale per row.
 
     moment   |m00 m01 m02|          stored  |q00 q01 q02|   scale |s0|        moment = stored * scale
              |m10 m11 m12|                  |q10 q11 q12|         |s1|        s = largest magnitude of the row / Q
 
-Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for
-float16): the largest element of a row is kept, and nothing overflows whatever its size. The scale
-is float32. Parameters whose rows are single elements (vectors, scalars) stay float32.
+Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16). So the
+largest element of a row keeps its value, and values of any size do not overflow. The scale is float32. Parameters whose
+rows are single elements (vectors, scalars) stay float32.
 
 Rounding is to nearest, with two exceptions:
 
-* A second moment that is not zero is stored as at least the smallest positive number: zero would
-  make the next update huge.
-* With b2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8:
-  rounded to nearest it would stay where it is. Float8 second moments are dithered: the position
-  between two stored numbers decides how often the upper one is taken over the steps, in a fixed
-  sequence of (row, column, step), the same on every device.
+* A nonzero second moment is stored as at least the smallest positive number: zero would make the next update huge.
+* With b2 = 0.999 a second moment changes by 0.1 % per step, far less than the spacing of float8: rounded to nearest, it
+  would never change. So float8 second moments are dithered: the position between two stored numbers decides how often,
+  over the steps, the upper number is used, in a fixed sequence of (row, column, step) that is the same on every device.
 
-Stored values, scales and what is read from them have the bits of ``torch_impl.optimizer.moments``
-on CPU, but where numbers are too small to be normal: JAX takes those for zero.
-``main_weight_adamw.py`` says what keeps the roundings. Every result here is rounded to a number of
-the stored dtype before the cast to it: so no compiler's way of casting matters, nor does one that
-drops a pair of casts.
+Stored values, scales and decoded values have the bits of ``torch_impl.optimizer.moments`` on CPU, except for subnormal
+numbers, which JAX flushes to zero. ``main_weight_adamw.py`` explains how roundings are preserved. Every result is
+rounded to a number of the stored dtype before the cast to this dtype, so it does not matter how a compiler casts, or
+whether it drops a pair of casts.
 
-Where moments are in an optimizer's state::
+The keys of moments in an optimizer's state::
 
     weights                   mu                                              mu_scale
-    any pytree                the like                                        the like, None where nothing is scaled
+    any pytree                the same tree                                   the same tree, None where unscaled
     plan, pjit                by path                                         "<path> (scales)"
     plan, shard_map           "<key>", or "<key> (scaled)" and                "<key> (scales)"
                               "<key> (unscaled)"
 
-``mu_scale`` is None where the format has no scales. Of a pytree that belongs to no plan, rows are
-those of each leaf's own shape; a plan (``plan_moments.py``) knows which leading dimension counts
-the layers of a stack, and rows are those of one layer.
+``mu_scale`` is None if the format has no scales. In a pytree that belongs to no plan, rows follow each leaf's own
+shape. A plan (``plan_moments.py``) knows which leading dimension counts the layers of a stack, and rows follow the
+shape of one layer.
 """
 
 from __future__ import annotations
@@ -56,18 +52,17 @@ from jax_impl.comm.collectives import divide_exactly, round_to
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.row_arrays import SCALES
 
-# From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval
-# evenly.
+# From the golden ratio and the plastic number: multiples of these, modulo 1, fill the unit interval evenly.
 _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a parameter values are, for the sequence of dithering.
+    """The rows of a parameter to which values belong, for the dithering sequence.
 
-    ``numbers``: int32, of one shape less than the values; any number for what is no row. ``column``: of the first
-    element of each row, where a row is cut over devices; ``whole``: what makes the largest magnitudes of a part those
-    of the whole row.
+    ``numbers``: int32 row indices, with one dimension less than the values; any number for values that are not a row.
+    ``column``: the column of each row's first element, if rows are cut over devices. ``whole``: turns the largest
+    magnitude of a part of a row into that of the whole row.
     """
 
     numbers: jax.Array
@@ -78,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How a moment is stored: ``dtype`` by name, ``positive`` for second moments, ``option`` in error messages.
+    """The format of a moment: its ``dtype``, ``positive`` for second moments, ``option`` for error messages.
 
     Raises ``ValueError`` for a dtype other than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
     """
@@ -102,18 +97,18 @@ class MomentFormat:
 
     @property
     def scaled(self) -> bool:
-        """Whether there is a scale for each row that has several elements."""
+        """Whether each row of several elements has a scale."""
         return self.dtype.name in SCALED
 
     def unscaled_dtype(self, weights: np.dtype) -> np.dtype:
-        """The stored dtype where there is no scale; float32 means float64 for float64 weights."""
+        """The stored dtype without a scale; float32 means float64 for float64 weights."""
         return self.dtype if self.dtype == jnp.bfloat16 else update_dtype(weights)
 
     def plain(self, values: jax.Array) -> jax.Array:
-        """Values as they are stored where there is no scale."""
+        """Values in the stored format without a scale."""
         if self.dtype != jnp.bfloat16:
             return values
-        # Also of float64 values, as PyTorch does: first to float32.
+        # float64 values are first rounded to float32, as in PyTorch.
         return round_to(values.astype(jnp.float32), self.dtype)
 
     def encode(self, values: jax.Array, rows: Rows, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +116,7 @@ class MomentFormat:
         int32, from 1."""
         limits = jnp.finfo(self.dtype)
         smallest, most = np.float32(limits.smallest_normal), np.float32(limits.max)
-        # As integers, of which those of NaN are largest: XLA's maximum of floats may pass over NaN.
+        # Compare as integers, where NaN is largest: XLA's maximum of floats may ignore NaN.
         bits = lax.bitcast_convert_type(values, np.int32) & np.int32(0x7FFFFFFF)
         largest = rows.whole(jnp.max(bits, -1, keepdims=True))
         magnitudes = lax.bitcast_convert_type(largest, np.float32)
@@ -130,7 +125,7 @@ class MomentFormat:
         power = lax.bitcast_convert_type(
             lax.bitcast_convert_type(scaled, np.int32) & np.int32(0x7F800000), np.float32
         )
-        # Below the smallest normal number the spacing stays.
+        # Below the smallest normal number the spacing is constant.
         spacing = jnp.maximum(power, smallest) * np.float32(limits.eps)
         if self.positive and self.dtype.itemsize == 1:
             number = jnp.floor(scaled / spacing + _turns(rows, scaled.shape[-1], step)) * spacing
@@ -143,17 +138,17 @@ class MomentFormat:
 
 
 def decode_rows(stored: jax.Array, scale: jax.Array) -> jax.Array:
-    """The moment, float32, of numbers in units of their scale."""
-    # A product that arrives rounded wherever it is used: see main_weight_adamw.py.
+    """The float32 moment of numbers in units of their scale."""
+    # The select forces the product to be rounded before any use: see main_weight_adamw.py.
     return jnp.where(scale >= 0, stored.astype(jnp.float32) * scale, np.float32(np.nan))
 
 
 def _turns(rows: Rows, columns: int, step: jax.Array) -> jax.Array:
-    """For each element a number in [0, 1): when it takes the upper neighbour."""
+    """A number in [0, 1) for each element, which decides whether the element is rounded up."""
     with jax.enable_x64(True):
         numbers = lax.convert_element_type(rows.numbers, np.float64) * np.float64(_ROW_TURN)
         shift = lax.convert_element_type(step, np.float64) * np.float64(_STEP_TURN)
-        # True of all rows, but no compiler knows: neither product may become a part of the sum.
+        # True for all rows, but no compiler knows that, so neither product can be fused into the sum.
         rounded = rows.numbers >= -step
         turn = jnp.where(rounded, numbers, np.nan) + jnp.where(rounded, shift, np.nan)
         by_row = lax.convert_element_type(turn - jnp.trunc(turn), np.float32)[..., None]
@@ -173,7 +168,7 @@ def _column_turns(columns: int) -> np.ndarray:
 VALUES = ""
 
 
-# The arrays of a moment of one array of weights, by suffix of their keys.
+# The arrays of one weight array's moment, by suffix of their keys.
 Parts = Mapping[str, jax.Array]
 
 
@@ -181,11 +176,11 @@ Compute = Callable[[Any, Any, Any], Any]
 
 
 class MomentRows(Protocol):
-    """How a moment of one array of weights is stored."""
+    """The storage of one weight array's moment."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of its arrays' keys."""
+        """The suffixes of its arrays' keys."""
 
     def zeros(self, moment_format: MomentFormat) -> Parts: ...
     def decode(self, parts: Parts) -> jax.Array: ...
@@ -194,7 +189,7 @@ class MomentRows(Protocol):
 
 @dataclass(frozen=True)
 class Alike:
-    """Without scales: an array like the weights, whose dtype is ``dtype``."""
+    """Without scales: one array like the weights, which have ``dtype``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -212,7 +207,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """Of parameters as the model has them. Of a stack ``decode`` and ``encode`` take one layer."""
+    """Rows of whole parameters. For a stack, ``decode`` and ``encode`` take one layer."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -236,10 +231,10 @@ class ArrayRows:
 
 
 class MomentArrays:
-    """How moments of all weights make an optimizer's state; here those of any pytree."""
+    """Combines the moments of all weights into an optimizer's state; this class is for any pytree."""
 
     def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
-        """Of each array of the weights."""
+        """The rows of each weight array."""
 
         def of(leaf: Any) -> MomentRows:
             scaled = moment_format.scaled and rows_of(leaf.shape)[0] > 1
@@ -248,7 +243,7 @@ class MomentArrays:
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
-        """Of each array of the weights, from the two trees of the state."""
+        """The parts of each weight array's moment, from the two trees of the state."""
         structure: Any = jax.tree.structure(weights)
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
@@ -256,7 +251,7 @@ class MomentArrays:
         return [{suffix: trees[suffix][i] for suffix in stored.suffixes} for i, stored in enumerate(rows)]
 
     def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
-        """The two trees of the state, the second None where the format has no scales."""
+        """The two trees of the state; the second is None if the format has no scales."""
         structure = jax.tree.structure(weights)
         values = jax.tree.unflatten(structure, [own[VALUES] for own in parts])
         scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
@@ -265,9 +260,9 @@ class MomentArrays:
     def compute_on(
         self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
-        """``compute(held, gradient, numbers)`` for an array of the weights, where its rows are known:
-        ``held`` anew.
+        """``compute(held, gradient, numbers)`` for one weight array, in a context where its rows are known.
 
-        ``held`` and ``gradient`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
+        Returns the new ``held``. ``held`` and ``gradient`` are trees of arrays that are sharded like the weights,
+        ``numbers`` is a tree of scalars.
         """
         return compute(held, gradient, numbers)

@@ -1,6 +1,6 @@
-"""The arithmetic of one Muon update of one matrix, or of a stack of them: that of ``torch.optim.Muon``.
+"""The arithmetic of one Muon update of one matrix or a stack of matrices, as in ``torch.optim.Muon``.
 
-The list of ``torch_impl.optimizer.muon_update``::
+As listed in ``torch_impl.optimizer.muon_update``::
 
     1   m = lerp(m, g, 1 - momentum)
     2   u = lerp(g, m, momentum) with nesterov, else m
@@ -8,9 +8,9 @@ The list of ``torch_impl.optimizer.muon_update``::
     4   w = w * (1 - lr * weight_decay)
     5   w = w - adjusted lr * o
 
-All but line 3 has PyTorch's bits; lines 4 and 5 compute in float32 (of float64 weights: float64) and round bfloat16 and
-float16 weights once. Line 3 multiplies bfloat16 matrices, whose sums XLA and PyTorch take in other orders: ``o``, whose
-elements are about one over the root of the longer side, then differs by some units of bfloat16 (2**-8).
+All lines except line 3 have PyTorch's bits; lines 4 and 5 compute in float32 (float64 for float64 weights) and round
+bfloat16 and float16 weights once. Line 3 multiplies bfloat16 matrices, and XLA and PyTorch sum in different orders: so
+``o``, whose elements are about one over the root of the longer side, differs by some units of bfloat16 (2**-8).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_impl.runtime.groups.precision import update_dtype
 
 @dataclass(frozen=True)
 class Constants:
-    """What is the same in every step; see ``main_weight_muon``."""
+    """The constants of all steps; see ``main_weight_muon``."""
 
     weight_decay: float
     momentum: float
@@ -46,12 +46,12 @@ def accumulate(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.Ar
     number = g.dtype.type
     m = lerp(m, g, number(1 - constants.momentum))
     u = lerp(g, m, number(constants.momentum)) if constants.nesterov else m
-    # float64 as PyTorch does: first to float32.
+    # float64 is first rounded to float32, as in PyTorch.
     return m, round_to(u.astype(jnp.float32), np.dtype(jnp.bfloat16))
 
 
 def orthogonalize(constants: Constants, direction: jax.Array) -> jax.Array:
-    """Line 3, of bfloat16 ``[..., rows, columns]``."""
+    """Line 3, for bfloat16 ``[..., rows, columns]``."""
     a, b, c = (np.float32(number) for number in constants.ns_coefficients)
     half = np.dtype(jnp.bfloat16)
     tall = direction.shape[-2] > direction.shape[-1]
@@ -68,7 +68,7 @@ def orthogonalize(constants: Constants, direction: jax.Array) -> jax.Array:
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32, of bfloat16 matrices."""
+    """The float32 product of bfloat16 matrices."""
     return jnp.matmul(x, y, preferred_element_type=jnp.float32)
 
 
@@ -84,14 +84,14 @@ def apply_step(
     kept = -negative(rate, dtype, constants.weight_decay) if isinstance(rate, jax.Array) else None
     w, number = weight.astype(dtype), dtype.type
     scaled = w * (number(1 - rate * constants.weight_decay) if kept is None else number(1) - kept)
-    # Rounded, as behind a choice for each element: see main_weight_adamw.py.
+    # The per-element select forces rounding: see main_weight_adamw.py.
     scaled = jnp.where(w == w, scaled, number(np.nan))
     step_size = negative(rate, dtype, _adjustment(constants, shape))
     return as_stored(scaled + step_size * direction.astype(dtype), weight.dtype)
 
 
 def _adjustment(constants: Constants, shape: tuple[int, ...]) -> float:
-    """Of the learning rate of a matrix."""
+    """The factor on the learning rate of a matrix."""
     outputs, inputs = shape[constants.outputs], shape[-3 - constants.outputs]
     if constants.adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(outputs, inputs))

@@ -1,4 +1,4 @@
-"""Which arrays of a train state lie in the host's memory: ``Offload``."""
+"""``Offload`` chooses the arrays of a train state that are stored in host memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a train state lies in the host's memory (``pinned_host``); a step brings it to the device and back.
+    """The part of a train state that is stored in host memory (``pinned_host``); a step copies it to the device and
+    back.
 
-    moments: the share of the optimizer's state, from 0 to 1. The moments of one array of weights (of a unit, or in the
-        pjit engine of a parameter) are picked together, in the plan's order, so that the picked arrays have this share
-        of all elements to within half of the largest array. A stack of layers is one array. Step counts stay on the
-        device.
-    main_weights: whether the weights lie there, too, frozen ones included.
-    update: where an optimizer's update is computed. "host": by the host's processor, with all moments and main weights
-        in its memory, and step counts, by which a step knows it. Only gradients travel there, and weights back for the
-        next step, unit by unit (``docs/jax_impl.md``, host memory). For optimizers that keep a step count and treat
-        elements alike; a global norm of gradients (clipping) is computed on the devices.
+    moments: the share of the optimizer state, from 0 to 1. The moments of one weight array (a unit; in the pjit engine
+        a parameter) are picked together, in the plan's order, so that the picked arrays have this share of all elements
+        to within half of the largest array. A stack of layers is one array. Step counts stay on the device.
+    main_weights: whether host memory also stores the weights, including frozen ones.
+    update: where the optimizer's update is computed. "host": on the host's processor, with all moments, main weights
+        and step counts in its memory; a step recognizes this mode by the step counts. Only gradients travel to the
+        host, and weights back for the next step, unit by unit (``docs/jax_impl.md``, host memory). The optimizer must
+        keep a step count and treat all elements alike; the devices compute a global norm of gradients (clipping).
 
-    Raises ``ValueError`` for a share that is none, for another ``update``, and for ``update="host"`` without
-    ``moments=1.0, main_weights=True``; ``TypeError`` for other types.
+    Raises ``ValueError`` for a share out of range, for an unknown ``update``, and for ``update="host"`` without
+    ``moments=1.0, main_weights=True``; ``TypeError`` for wrong types.
     """
 
     moments: float = 1.0
@@ -47,14 +47,14 @@ class Offload:
             raise ValueError(f"Offload: update: expected 'device' or 'host', got {self.update!r}")
         if self.update == "host" and (self.moments, self.main_weights) != (1, True):
             raise ValueError(
-                "Offload: update='host': expected moments=1.0, main_weights=True, which the host updates, got "
+                "Offload: update='host': expected moments=1.0, main_weights=True, because the host updates both, got "
                 f"moments={self.moments}, main_weights={self.main_weights}"
             )
 
     def kinds(self, plan: ShardingPlan, opt_state: Any) -> tuple[dict[str, str], Any]:
-        """In place of each array of the weights and of ``opt_state`` its kind of memory, "" for the device's own.
+        """The kind of memory of each array of the weights and of ``opt_state``; "" is the device's own memory.
 
-        Raises ``ValueError`` for a state without step counts if the host is to update it.
+        Raises ``ValueError`` if the host should update a state without step counts.
         """
         picked: frozenset[str | None] = offloaded(_sizes(plan, opt_state), self.moments)
         if self.update == "host":
@@ -62,8 +62,9 @@ class Offload:
                 key_of(plan, path, leaf) is not None for path, leaf in jax.tree.leaves_with_path(opt_state)
             ):
                 raise ValueError(
-                    "Offload: update='host': expected an optimizer that keeps a step count, which says where updates "
-                    "are computed: use one of jax_impl (main_weight_sgd), or optax.inject_hyperparams around it"
+                    "Offload: update='host': expected an optimizer with a step count, whose memory tells a step "
+                    "where to update: use an optimizer of jax_impl (main_weight_sgd), or wrap yours in "
+                    "optax.inject_hyperparams"
                 )
             picked |= {None}
         return dict.fromkeys(plan.arrays, HOST if self.main_weights else ""), jax.tree.map_with_path(
@@ -72,6 +73,6 @@ class Offload:
 
 
 def _sizes(plan: ShardingPlan, opt_state: Any) -> dict[str, int]:
-    """Elements of the arrays of weights that have moments, in the plan's order."""
+    """Number of elements of the weight arrays that have moments, in the plan's order."""
     having = {key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(opt_state)}
     return {key: math.prod(stored.shape) for key, stored in plan.arrays.items() if key in having}

@@ -1,17 +1,14 @@
-"""Moments of a plan's arrays; with a scale for each row, those in the shard of a flat group that a
-device has.
+"""Moments of a plan's arrays, with one scale per row also in a device's shard of a flat group.
 
-Which rows a device has differs from rank to rank, but all run one program. A *window* is a part of
-a shard, as long on every rank, that has all rows of a parameter wherever there are some, and maybe
-rows of others::
+Each rank has other rows, but all ranks run one program. A *window* is a part of a shard, of the same length on every
+rank, that contains all of the shard's rows of one parameter, and perhaps rows of others::
 
     rank 0   |c c c c a a a|        window of a, 5 rows:   [ . . a a a ]     the last 5, where the shard ends with a
     rank 1   |a a a a a b b|                               [ a a a a a ]     else the first 5
     rank 2   |d d d d d d d|                               [ . . . . . ]     nothing in it is a's
 
-Windows are read, computed and written one after the other; rows that are not the parameter's are
-written back as they were. So the program grows with the number of parameters, not with that of
-devices, and works on one copy of the shard.
+Windows are read, computed and written one after another; rows of other parameters are written back unchanged. So the
+program grows with the number of parameters, not of devices, and works on one copy of the shard.
 """
 
 from __future__ import annotations
@@ -49,10 +46,11 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True)
 class _Window:
-    """Where rows of a parameter are on ranks ``first`` to ``last``, ``held`` of them on the first.
+    """The rows of a parameter on ranks ``first`` to ``last``; rank ``first`` has ``held`` rows.
 
-    ``rows``: how many the window has. ``whole``: how many a shard full of them has. ``start``: of the window in a
-    shard, on the first rank and on later ones; ``place``: of the rows' numbers in their array, likewise.
+    ``rows``: the number of rows in the window. ``whole``: the number of rows in a shard that contains only these.
+    ``start``: the window's start in a shard, on the first rank and on later ranks; ``place``: in the same way, the
+    start of the rows' numbers in their array.
     """
 
     path: str
@@ -67,12 +65,12 @@ class _Window:
     place: tuple[int, int]
 
     def number(self, rank: Any) -> Any:
-        """Which row of the parameter is the first in the window; negative where it comes before."""
+        """The index of the window's first row in the parameter; negative if the window begins before the parameter."""
         later = self.held + (rank - self.first - 1) * self.whole
         return _on_first(self, rank, self.held - self.rows, later)
 
     def owned(self, rank: Any) -> jax.Array:
-        """Which rows in the window are the parameter's, [rows]."""
+        """Mask of the window's rows that belong to the parameter, [rows]."""
         numbers = self.number(rank) + lax.iota(np.int32, self.rows)
         there = (numbers >= 0) & (numbers < self.slot.num_rows)
         return there & (rank >= self.first) & (rank <= self.last)
@@ -97,7 +95,7 @@ def _on_first(window: _Window, rank: Any, there: int, later: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The rows of a flat group. Its methods run where all axes of the mesh are manual, on one layer of a shard."""
+    """The rows of a flat group. Methods run with all mesh axes manual, on one layer of a shard."""
 
     group: FlatGroup
 
@@ -117,7 +115,7 @@ class ShardRows:
         rank, numbers = self._rank, self._padded(parts)
         values = parts[SCALED].astype(update_dtype(self.group.dtype))
         for window in self._windows:
-            # One window after the other, so that the shard is changed in its place.
+            # One window after another, so that the shard is updated in place.
             (old,) = fence((window.read(values, rank),))
             own = window.owned(rank)[:, None]
             number = self._number(window, numbers, rank)[:, None]
@@ -132,7 +130,7 @@ class ShardRows:
         )
         last: Any = ()
         for window in self._windows:
-            # One after the other: collectives that do not depend on each other hang the simulator.
+            # One window after another: collectives without dependences between them hang the simulator.
             (old, _) = fence((window.read(values, rank), last))
             own = window.owned(rank)
             if window.scaled:
@@ -159,7 +157,7 @@ class ShardRows:
         return lax.axis_index(levels) if levels and self.group.layout.num_shards > 1 else np.int32(0)
 
     def _number(self, window: _Window, numbers: Parts, rank: Any) -> jax.Array:
-        """What the array of the rows' numbers has for those in the window, [rows]."""
+        """The numbers of the window's rows, [rows], from the array of all rows' numbers."""
         array = numbers[SCALES if window.scaled else UNSCALED]
         return lax.dynamic_slice_in_dim(array, self._place(window, rank), window.rows)
 
@@ -168,11 +166,11 @@ class ShardRows:
         return _on_first(window, rank, *(start + margin for start in window.place))
 
     def _padded(self, parts: Parts) -> dict[str, jax.Array]:
-        """Arrays of the rows' numbers with margins, so that every window is inside."""
+        """Arrays of the rows' numbers with margins, so that every window fits."""
         return {suffix: jnp.pad(parts[suffix], margin) for suffix, margin in self._margins.items()}
 
     def _rows(self, window: _Window, rank: Any) -> Rows:
-        """Which rows of the whole parameter those in the window are."""
+        """The rows of the whole parameter to which the window's rows belong."""
         numbers = window.number(rank) + lax.iota(np.int32, window.rows)
         cuts = self.group.cuts_of(window.path)
         part, whole = window.slot.shape, self.group.layer_shape(window.path)
@@ -226,13 +224,13 @@ class ShardRows:
 
 
 def _offset(dimension: int, cuts: tuple[Cut, ...], part: tuple[int, ...]) -> Any:
-    """Where the part that a device has begins in the whole parameter."""
+    """The offset of a device's part in the whole parameter."""
     axis = next((cut.axis for cut in cuts if cut.dimension == dimension), None)
     return 0 if axis is None else lax.axis_index(axis) * part[dimension]
 
 
 class PlanMoments(MomentArrays):
-    """Of the arrays of a plan, by their keys."""
+    """Moments of a plan's arrays, by key."""
 
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
@@ -280,7 +278,7 @@ class PlanMoments(MomentArrays):
 
 
 class ParameterMoments(PlanMoments):
-    """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
+    """Moments of a plan's parameters by path, for an optimizer that gets parameters (``optimizer/logical.py``)."""
 
     def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         scaled = self._plan.row_arrays if moment_format.scaled else {}
@@ -300,12 +298,12 @@ class ParameterMoments(PlanMoments):
 
 
 def _items(weights: Any) -> list[tuple[str, Any]]:
-    """In the order of the leaves."""
+    """Items in the order of the leaves."""
     return sorted(weights.items())
 
 
 def _by_layer(compute: Compute, layers: int) -> Compute:
-    """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
+    """``compute`` on one layer after another, in place, so that temporary arrays are as large as one layer."""
 
     def computed(held: Any, gradient: Any, numbers: Any) -> Any:
         def layer(number: Any, held: Any) -> Any:

@@ -1,15 +1,15 @@
-"""An optimizer's traced programs as terms, so that programs over different trees of the same parameters compare.
+"""An optimizer's traced programs as terms, to compare programs over different trees of the same parameters.
 
-A *term* is a number that stands for an expression; equal expressions over one table of terms have equal numbers. The
-arrays of a tree are its *owners*. A value that does the same to each element of one owner has a term that speaks of
-"gradient", "weight" or a slot of the state, and of no name or shape::
+A *term* is a number that represents an expression; in one table of terms, equal expressions have equal numbers. The
+arrays of a tree are its *owners*. If a value treats each element of one owner alike, its term contains "gradient",
+"weight" or a slot of the state, but no name or shape::
 
     {"w": [3, 4], "b": [4]}     update of w: 0.1 * gradient      update of b: 0.1 * gradient
     {"layers/0": [17]}          update of layers/0: 0.1 * gradient                              equal terms
 
-A sum over all elements has the set of parameters that it goes over; sums of equal terms are joined. All other
-operations keep names and shapes of the arrays in their terms, so they equal their own likes only. Branches of
-``lax.cond`` are a part of the term, whenever they may run.
+A sum over all elements records the set of its parameters; sums of equal terms are joined. The terms of all other
+operations contain names and shapes of the arrays, so they equal only the same operation on the same arrays. All
+branches of ``lax.cond`` are part of the term, whenever they may run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 _SHAPING = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-# By reduction: what joins two results, the literal that changes nothing, and what padding must hold to change nothing.
+# By reduction: the operation that joins two results, its neutral literal, and the padding that changes nothing.
 _REDUCTIONS = {
     "reduce_sum": ("add", 0, ("zero", "least")),
     "reduce_and": ("and", 1, ("one",)),
@@ -52,7 +52,7 @@ _REDUCTIONS = {
     "reduce_min": ("min", None, ()),
 }
 _JOINS = {join: reduction for reduction, (join, _, _) in _REDUCTIONS.items()}
-# Of zeros they make a zero.
+# These operations map zeros to zero.
 _KEEP_ZERO = frozenset(
     {
         "add", "add_any", "asinh", "atan", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "erf", "expm1",
@@ -61,7 +61,7 @@ _KEEP_ZERO = frozenset(
     }
 )  # fmt: skip
 _INFINITE_AT_ZERO = frozenset({"rsqrt", "log", "pow"})
-# Elements of a constant that is compared by its contents; of a larger one it must be the same array.
+# Constants of up to this many elements are compared by contents, larger ones by identity.
 _MOST_READ = 1 << 20
 
 
@@ -70,12 +70,12 @@ Parts = frozenset[tuple[int, frozenset[str]]]
 
 @dataclass(frozen=True)
 class Value:
-    """``owner``: the array to each of whose elements the term does the same; None where all arrays share the value.
+    """``owner``: the array whose elements the term treats alike; None if all arrays share the value.
 
-    ``filled``: one number in all elements. ``padding``: what elements hold that belong to no parameter, and a filled
-    value's all: "zero", "least" (a zero, where no element is less), "one", "infinite", or None, which is not known.
-    ``reduced``: a reduction, and of each term of its elements the parameters. ``items``: the numbers of a vector of
-    which each is known.
+    ``filled``: whether all elements hold one number. ``padding``: the content of elements that belong to no parameter
+    (of all elements in a filled value): "zero", "least" (a zero, and no element is less), "one", "infinite", or None if
+    unknown. ``reduced``: a reduction, with the parameters of each term of its elements. ``items``: the numbers of a
+    vector, if each is known.
     """
 
     term: int
@@ -88,8 +88,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Owner:
-    """An array of a tree. ``key``: of its leaf. ``paths``: of the parameters in it. ``dtypes``: of weights and
-    gradients. ``padded``: whether elements of no parameter follow."""
+    """An array of a tree. ``key``: of its leaf. ``paths``: of its parameters. ``dtypes``: of weights and gradients.
+    ``padded``: whether it has elements that belong to no parameter."""
 
     name: str
     key: str
@@ -101,20 +101,20 @@ class Owner:
 
 @dataclass
 class Terms:
-    """The table of terms. Values of two programs compare where both are made with one table."""
+    """The table of terms. Values of two programs are comparable if both programs use one table."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
-    # Constants that are known by their identity, which is theirs while they live.
+    # Constants that are known by identity, kept alive so that the identity stays unique.
     kept: dict[int, Any] = field(default_factory=dict)
 
     def number(self, *expression: Any) -> int:
         return self.numbers.setdefault(expression, len(self.numbers))
 
     def literal(self, value: Any) -> Value:
-        """Of a number, or of an array that a program has as a constant."""
+        """The value of a number, or of an array that is a constant of a program."""
         array: Any = None
         if not _is_key(value) and np.size(value) <= _MOST_READ:
-            # A number of a program around this one, such as a learning rate, is known by its identity alone.
+            # A number from an enclosing program, such as a learning rate, is known only by its identity.
             with contextlib.suppress(jax.errors.TracerArrayConversionError):
                 array = np.asarray(value)
         if array is None:
@@ -122,7 +122,7 @@ class Terms:
             return Value(self.number("constant", id(value)), filled=np.shape(value) == ())
         contents = array.tobytes()
         if array.size > 1:
-            # Tables of numbers are made anew in each trace.
+            # Each trace creates tables of numbers again.
             contents = hashlib.sha256(contents).digest()
         term = self.number("constant", array.dtype, array.shape, contents)
         if array.shape != ():
@@ -165,7 +165,7 @@ class Reader:
         return self._whole(equation, operands)
 
     def _whole(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
-        """Any operation: its term has the names and shapes of what it is made of."""
+        """The results of any operation; the term contains the names and shapes of the operands."""
         made_of = [self._named(value, atom) for value, atom in zip(operands, equation.invars, strict=True)]
         term = self.terms.number(equation.primitive.name, self._parameters(equation), *made_of)
         return [
@@ -185,7 +185,8 @@ class Reader:
         return tuple((name, self._parameter(value)) for name, value in params if name not in left_out)
 
     def _parameter(self, value: Any) -> Any:
-        """A program, such as a loop's, is what it makes of its inputs: each trace makes it anew."""
+        """Represent an inner program, such as a loop's, by its outputs for its inputs: each trace creates the program
+        again."""
         if isinstance(value, tuple) and any(jaxpr_of(each) is not None for each in value):
             return tuple(map(self._parameter, value))
         jaxpr = jaxpr_of(value)
@@ -220,7 +221,7 @@ class Reader:
         return Value(term, owner, filled=owner is None, padding=_padding(equation, operands))
 
     def _sum(self, primitive: str, operands: list[Value]) -> Value | None:
-        """Of two reductions over some parameters one over all of them; None where that is not what is computed."""
+        """Join two reductions over different parameters into one; None if the operation is no such join."""
         if primitive not in _JOINS or len(operands) != 2 or all(value.reduced is None for value in operands):
             return None
         neutral = _REDUCTIONS[_JOINS[primitive]][1]
@@ -230,7 +231,7 @@ class Reader:
         first, second = (value.reduced for value in operands)
         if first is None or second is None or first[0] != second[0]:
             return None
-        # Arrays of another dtype have other terms, and are in the same sum.
+        # Arrays of different dtypes have different terms, but may be in the same sum.
         parts = dict(first[1])
         for term, paths in second[1]:
             if paths & parts.get(term, frozenset()):
@@ -239,7 +240,7 @@ class Reader:
         return self._reduction(first[0], frozenset(parts.items()))
 
     def _converted(self, equation: Any, value: Value) -> Value | None:
-        """A reduction in another float dtype; what widens it does not change it."""
+        """A reduction in another float dtype; a wider dtype does not change it."""
         if equation.primitive.name != "convert_element_type" or value.reduced is None:
             return None
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
@@ -347,7 +348,7 @@ def _least_known(padding: str | None) -> str | None:
 
 
 def _padding(equation: Any, operands: Sequence[Value]) -> str | None:
-    """What an elementwise operation makes of padding; zero times anything that is known to be finite is zero."""
+    """The padding after an elementwise operation; zero times anything that is known to be finite is zero."""
     primitive = equation.primitive.name
     each = [_least_known(value.padding) for value in operands]
     if "infinite" in each:

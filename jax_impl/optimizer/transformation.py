@@ -1,5 +1,5 @@
-"""What optimizers of main weights share: what they are to optax, checks of what they are given, and
-arithmetic. ``of``: the optimizer's name, in errors.
+"""The common parts of optimizers of main weights: the optax interface, checks of arguments, and arithmetic. ``of``: the
+optimizer's name, for errors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class MainWeightTransformation(optax.GradientTransformation):
     """An optax transformation that can also return the new weights themselves.
 
     ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
-    more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
-    over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
-    ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
-    ``with_formats``: the same with others. ``with_arrays``: the same with moments that lie otherwise.
+    more, which does not matter for training but changes bits. ``learning_rate``: a number, or a schedule over the
+    completed steps. ``on_plan``: the transformation for the arrays of a plan, if that differs. ``formats``: the formats
+    of the moments, by their fields of the state; the scales are in fields next to these (``mu``, ``mu_scale``).
+    ``with_formats``: the same transformation with other formats. ``with_arrays``: the same transformation with another
+    arrangement of moments.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -65,7 +66,8 @@ class MainWeightTransformation(optax.GradientTransformation):
 
 
 def check_rate(name: str, value: Any, of: str) -> None:
-    """``TypeError`` unless ``value`` is a number, a schedule or a scalar array; ``ValueError`` for one below 0."""
+    """Raise ``TypeError`` unless ``value`` is a number, a schedule or a scalar array; ``ValueError`` for a number below
+    0."""
     if callable(value):
         return
     if isinstance(value, jax.Array | np.ndarray):
@@ -82,25 +84,27 @@ def check_rate(name: str, value: Any, of: str) -> None:
 
 
 def check_number(name: str, value: Any, of: str) -> None:
-    """``TypeError`` unless ``value`` is a number that the program has as a constant."""
+    """Raise ``TypeError`` unless ``value`` is a number, which becomes a constant of the program."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{of}: {name}: expected a number, got an array, as optax.inject_hyperparams gives for each number that it "
-            f"is not told of: name all but learning_rate, optax.inject_hyperparams({of}, "
-            f"static_args=({name!r}, ...)), or leave it out and give {of} the schedule itself"
+            f"{of}: {name}: expected a number, got an array, into which optax.inject_hyperparams turns each number "
+            "that is not listed in static_args: list all numbers except learning_rate, "
+            f"optax.inject_hyperparams({of}, static_args=({name!r}, ...)), or drop inject_hyperparams and pass the "
+            f"schedule itself to {of}"
         )
     if not _is_number(value):
         raise TypeError(f"{of}: {name}: expected a number, got {value!r}")
 
 
 def check_not_negative(name: str, value: Any, of: str) -> None:
-    """``TypeError`` as ``check_number``; ``ValueError`` for a number below 0."""
+    """Raise ``TypeError`` as ``check_number`` does; ``ValueError`` for a number below 0."""
     check_number(name, value, of)
     _check_range(name, value, of)
 
 
 def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]:
-    """As a tuple. ``TypeError`` unless ``values`` are numbers, ``ValueError`` for more or fewer than ``count``."""
+    """Return a tuple. Raises ``TypeError`` unless ``values`` are numbers, ``ValueError`` unless there are ``count`` of
+    them."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
     listed = tuple(values)
@@ -112,7 +116,7 @@ def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]
 
 
 def check_flag(name: str, value: Any, of: str) -> None:
-    """``TypeError`` unless ``value`` is True or False."""
+    """Raise ``TypeError`` unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{of}: {name}: expected True or False, got {value!r}")
 
@@ -148,11 +152,11 @@ def _at(path: Any) -> str:
 
 
 def rate_after(schedule: optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
-    """The learning rate after ``done`` steps; a number where the schedule does not depend on them."""
+    """The learning rate after ``done`` steps; a number if the schedule does not depend on ``done``."""
     rate = schedule(done)
     if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
         raise ValueError(
-            f"{of}: expected a schedule that gives a scalar, got {type(rate).__name__}"
+            f"{of}: expected a schedule that returns a scalar, got {type(rate).__name__}"
             f" of shape {np.shape(rate)}"
         )
     if isinstance(rate, jax.Array):
@@ -165,18 +169,18 @@ def as_stored(weights: jax.Array, dtype: np.dtype) -> jax.Array:
     """Updated weights in the dtype of main weights, rounded once."""
     if dtype != jnp.float16:
         return round_to(weights, dtype)
-    # ``round_to`` makes zeros of numbers below 2**-14, as many weights are. The fence keeps the
-    # cast a rounding: XLA may drop a cast to float16 and back as excess precision.
+    # ``round_to`` flushes numbers below 2**-14 to zero, and many weights are that small. The fence preserves the
+    # rounding of the cast: XLA may drop a cast to float16 and back as excess precision.
     return fence(weights.astype(dtype))
 
 
 def lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:
-    """From ``m`` towards ``g``, starting from the nearer one as PyTorch does."""
+    """Interpolate from ``m`` towards ``g``, starting from the nearer one, as in PyTorch."""
     return m + weight * (g - m) if weight < 0.5 else g + (weight - weight.dtype.type(1)) * (g - m)
 
 
 def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> Any:
-    """``-(rate * factor)``, a double rounded once to ``dtype``."""
+    """``-(rate * factor)``, computed as a double and rounded once to ``dtype``."""
     if not isinstance(rate, jax.Array):
         return dtype.type(-(rate * factor))
     with jax.enable_x64(True):

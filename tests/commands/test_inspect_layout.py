@@ -16,10 +16,11 @@ import pytest
 from matplotlib.image import imread
 
 from bridge.checkpoints.inspect.chart import chunks_figure, layout_figure, save_picture
-from bridge.checkpoints.inspect.summary import chunk_bars, chunk_lines
+from bridge.checkpoints.inspect.summary import chunk_lines
 from bridge.core.formats import create_checkpoint
 from bridge.core.formats.tensors.base import Box, TensorInfo
 from bridge.core.sharding import Layout, plan_layout
+from bridge.core.sharding.layout.drawing import row_bars
 from tests.checkpoints.test_convert import write
 from tests.commands.test_main import call, command
 
@@ -121,7 +122,7 @@ def test_every_column_shows_what_the_elements_below_it_are() -> None:
 
 
 def test_many_ranks_and_tensors_are_elided() -> None:
-    lines = repr(one_tensor(17, 3, 17, 3)).splitlines()
+    lines = str(one_tensor(17, 3, 17, 3)).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("rank")] == [
         str(rank) for rank in (*range(8), *range(9, 17))
     ]
@@ -129,10 +130,10 @@ def test_many_ranks_and_tensors_are_elided() -> None:
     assert lines[-1] == "a  w (17, 3): rows " + " ".join(
         "..." if rank == 8 else f"{rank}:{rank + 1}" for rank in range(17)
     )
-    assert sum(line.startswith("rank") for line in repr(one_tensor(16, 3, 16, 3)).splitlines()) == 16
+    assert sum(line.startswith("rank") for line in str(one_tensor(16, 3, 16, 3)).splitlines()) == 16
     slots = [{"block": 1, "buffer": 0, "name": f"t{i}", "offset": i, "shape": [1]} for i in range(60)]
     layout = Layout.from_json(json.dumps({"num_shards": 1, "shard_sizes": [60], "slots": slots}))
-    lines = repr(layout).splitlines()
+    lines = str(layout).splitlines()
     assert lines[1] == f"rank 0 |{'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh'}|"
     assert lines[-1] == "... and 20 more tensors"
     assert sum(": rows" in line for line in lines) == 40
@@ -141,7 +142,7 @@ def test_many_ranks_and_tensors_are_elided() -> None:
 def test_empty_tensors_and_empty_layouts_are_drawn(tmp_path: Path) -> None:
     slots = [{"block": 1, "buffer": 0, "name": "none", "offset": 0, "shape": [0, 3]}]
     layout = Layout.from_json(json.dumps({"num_shards": 2, "shard_sizes": [], "slots": slots}))
-    assert repr(layout).splitlines() == [
+    assert str(layout).splitlines() == [
         "2 shards x 0 elements, 0 real, 0.00 % padding",
         "rank 0 ||",
         "rank 1 ||",
@@ -453,7 +454,7 @@ def test_bars_are_exact_where_there_is_room_and_to_scale_where_not() -> None:
             owner[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = number
         rows = owner.reshape(-1, shape[-1] if len(shape) > 1 else 1)
         for width in (1000, 4):
-            bars = chunk_bars(tensor(shape, *chunks), width)
+            bars = row_bars(shape, tensor(shape, *chunks).chunks, width)
             columns = min(width, len(rows))
             middle = [(2 * k + 1) * len(rows) // (2 * columns) for k in range(columns)]
             assert len(bars) == (len(grids[-1]) if len(shape) > 1 else 1)

@@ -240,7 +240,7 @@ def test_frozen_float8_of_a_stack_is_gathered_layer_by_layer() -> None:
         (
             "float8_e4m3fn",
             [],
-            r"parameter 'base': expected 16 bits or more for a parameter that is trained, got float8_",
+            r"parameter 'base': expected 16 bits or more for a trainable parameter, got float8_",
         ),
         (
             "float4_e2m1fn",

@@ -170,7 +170,7 @@ def test_rows_beside_a_loss_are_refused_where_they_would_be_averaged(engine: str
         return step.gradients(weights, batch())[0]
 
     with pytest.raises(
-        ValueError, match=r"got a value for each row in aux\['losses'\]: return a mean over them"
+        ValueError, match=r"got a value for each row in aux\['losses'\]: return a mean over the rows"
     ):
         run(loss, 2)
     assert run(mean_of_features, 2)[1]["features"].shape == (ROWS // 8,)
@@ -224,7 +224,7 @@ def test_gradients_that_are_not_a_step_return_statistics_too(engine: str) -> Non
         (
             lambda tree, rows: (jnp.mean(token_losses(tree, rows)), jnp.mean(token_losses(tree, rows) < 1)),
             {},
-            "weight from the batch alone, .* got one that depends on the model: .* has_aux=True",
+            "weight from the batch alone, .* got a weight that depends on the model: .* has_aux=True",
         ),
         (lambda tree, rows: jnp.sum(rows["mask"]), {}, "floating-point scalar.* got int32"),
         (lambda tree, rows: jnp.mean(token_losses(tree, rows)), {"has_aux": True}, r"expected \(loss, aux\)"),

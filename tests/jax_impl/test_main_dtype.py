@@ -376,8 +376,8 @@ def test_a_policy_file_takes_float64_where_it_says_so_and_frozen_ones_always(tmp
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        ("int8", {}, r"'w': expected a floating dtype for a parameter that is trained, got int8: freeze it"),
-        ("bool", {}, r"'w': expected a floating dtype for a parameter that is trained, got bool: freeze it"),
+        ("int8", {}, r"'w': expected a floating dtype for a trainable parameter, got int8: freeze"),
+        ("bool", {}, r"'w': expected a floating dtype for a trainable parameter, got bool: freeze"),
         ("complex64", {"frozen": ["w"]}, r"'w': expected a floating or integer dtype .*, got complex64"),
         (
             "int4",
@@ -416,7 +416,9 @@ def test_integers_of_numpy_are_as_wide_as_jax_has_them() -> None:
     # The magnitude of the least integer is none of its dtype.
     assert parameter_norms(plan, weights, norm_type=np.inf)["low"] == 128
     np.testing.assert_array_equal(unshard(plan, weights)["order"], np.arange(7))
-    with pytest.raises(ValueError, match="'order': expected values that int32 has, got int64 with others"):
+    with pytest.raises(
+        ValueError, match="'order': expected values that int32 can represent, got int64 values that it cannot"
+    ):
         shard_weights(plan, {**tree, "order": np.arange(7) << 40})
 
 

@@ -322,7 +322,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"head_dim": 7}, "head_dim: expected an even size"),
     ("llama", {"hidden_act": "relu"}, "'hidden_act': expected one of .*'silu'.* got 'relu'"),
     ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config': {'bits': 4}"),
-    ("llama", {"residual_multiplier": 0.2}, "keys whose meaning is known, got 'residual_multiplier': 0.2"),
+    ("llama", {"residual_multiplier": 0.2}, "expected known keys, got 'residual_multiplier': 0.2"),
     (
         "llama",
         {"rope_parameters": {"rope_type": "yarn"}},

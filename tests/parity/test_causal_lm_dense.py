@@ -130,10 +130,10 @@ def test_configs_of_transformers_4_read_the_same(name: str) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"num_key_value_heads": None}, "'num_key_value_heads': expected int, got None"),
-    ("mistral", {"layer_types": ["full_attention"] * 3}, "keys whose meaning is known, got 'layer_types'"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "expected known keys, got 'layer_types'"),
     ("granite", {"logits_scaling": 0}, "'logits_scaling': expected a value > 0, got 0"),
     ("granite", {"residual_multiplier": 0}, "residual_scale: expected a value > 0, got 0"),
-    ("olmo2", {"clip_qkv": 8.0}, "keys whose meaning is known, got 'clip_qkv': 8.0"),
+    ("olmo2", {"clip_qkv": 8.0}, "expected known keys, got 'clip_qkv': 8.0"),
     ("olmo2-olmo3", {"sliding_window": None}, "'sliding_window': expected int, got None"),
     ("phi3", {"attention_bias": True}, "'attention_bias': expected False .*got True"),
     (

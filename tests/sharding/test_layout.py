@@ -410,7 +410,7 @@ def test_the_documented_picture_is_what_the_layout_prints(where):
     readme = Path(bridge.core.sharding.__file__).with_name("README.md").read_text()
     text = bridge.core.sharding.layout.layout.__doc__ or "" if where == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
-    printed = repr(plan).splitlines()
+    printed = str(plan).splitlines()
     start = documented.index(printed[0])
     assert documented[start : start + len(printed)] == printed
 
@@ -437,7 +437,7 @@ def test_the_rendering_elides_the_middle_of_many_shards_and_names_empty_tensors(
 
 
 def test_the_rendering_of_many_tensors_over_many_shards_stays_short():
-    text = repr(plan_layout({f"w{i}": (5, 7) for i in range(3000)}, 16_384, align=1))
+    text = str(plan_layout({f"w{i}": (5, 7) for i in range(3000)}, 16_384, align=1))
     assert text.count("\n") < 70
     assert "... and 2960 more tensors" in text
 

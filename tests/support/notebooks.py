@@ -31,7 +31,8 @@ def execute(path: Path, relay: str = "default") -> nbformat.NotebookNode:
     client = NotebookClient(
         notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
-    with patch.dict(os.environ, TWINSHARD_RELAY=relay):
+    # A stored notebook has no use for a bar that came and went.
+    with patch.dict(os.environ, TWINSHARD_RELAY=relay, TQDM_DISABLE="1"):
         return client.execute()
 
 

@@ -413,5 +413,10 @@ ROWS = (
         why="arrays of JAX share none",
     ),
     Row("layout report", ("layout_report", "LayoutReport"), ("layout_report", "LayoutReport")),
+    Row(
+        "which device holds which rows, drawn",
+        ("visualize", "~visualize(model, name)", "~visualize(parameter)"),
+        ("visualize", "~visualize(plan, name)", "~visualize(array)"),
+    ),
     Row("", (), ("ShardingPlan", "STRATEGIES"), "the modules are the plan"),
 )

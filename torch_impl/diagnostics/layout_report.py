@@ -10,6 +10,7 @@ from torch import nn
 from bridge.core.sharding.layout import group_report
 from bridge.core.sharding.policy.float8 import gather_bytes
 from bridge.core.text import table_lines
+from bridge.core.views import Viewed
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.unit.unit import Unit
@@ -43,8 +44,8 @@ class UnitReport:
     groups: tuple[GroupReport, ...]
 
 
-@dataclass(frozen=True)
-class LayoutReport:
+@dataclass(frozen=True, repr=False)
+class LayoutReport(Viewed):
     """All units of a model, outermost first, and the parameters that no unit owns. ``str`` is a table."""
 
     units: tuple[UnitReport, ...]
@@ -63,6 +64,12 @@ class LayoutReport:
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
+
+    def summary(self) -> str:
+        """One line."""
+        count = sum(len(group.parameters) for unit in self.units for group in unit.groups)
+        ignored = f", and {len(self.ignored)} that are not sharded" if self.ignored else ""
+        return f"{len(self.units)} units, {self.numel:,} elements in {count} parameters{ignored}"
 
     def __str__(self) -> str:
         rows = [_row(unit, group) for unit in self.units for group in unit.groups or (None,)]

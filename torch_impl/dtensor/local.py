@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch_impl.dtensor.placement import (
     tensor_parallel_ranges,
     tensor_parallel_sizes,
 )
+from torch_impl.dtensor.refusals import described
 
 
 def checked_dtensor(tensor: torch.Tensor) -> DTensor:
@@ -106,18 +107,26 @@ def row_bounds_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if rows is None else rows.bounds
 
 
-def row_range_of(tensor: torch.Tensor, shard: int | None = None) -> tuple[int, int]:
-    """Rows ``[r0, r1)`` of ``shard`` (default: this rank's), of what tensor-parallel axes leave to this rank."""
+def row_range_of(tensor: torch.Tensor, at: Sequence[int] | None = None) -> tuple[int, int]:
+    """Rows ``[r0, r1)`` of the rank at a mesh coordinate (default: this rank's), of what tensor-parallel axes leave it.
+
+    Raises ValueError where they leave that rank another shape, since this rank does not know its row bounds then.
+    """
     origin = checked_dtensor(tensor)
+    where = (origin.shape, origin.device_mesh, origin.placements)
     rows = row_placement(origin.placements)
     if rows is None:
-        return 0, rows_of(tensor_parallel_sizes(origin.shape, origin.device_mesh, origin.placements))[1]
-    if shard is None:
-        shard = shard_index(origin.device_mesh, row_axes(origin.placements))
+        return 0, rows_of(tensor_parallel_sizes(*where, at))[1]
+    if at is not None and tensor_parallel_sizes(*where, at) != tensor_parallel_sizes(*where):
+        raise ValueError(
+            f"{described(origin)}: expected tensor-parallel axes that cut it evenly, got "
+            f"{tensor_parallel_sizes(*where, at)} at {tuple(at)} and {tensor_parallel_sizes(*where)} on this rank"
+        )
+    shard = shard_index(origin.device_mesh, row_axes(origin.placements), at)
     return rows.bounds[shard], rows.bounds[shard + 1]
 
 
-def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ...]:
+def local_boxes(tensor: torch.Tensor, at: Sequence[int] | None = None) -> tuple[Box, ...]:
     """The rows of ``row_range_of`` as boxes ``(offsets, sizes)`` in global coordinates, in the order of local rows.
 
     A tensor without elements is one empty box on every rank.
@@ -127,7 +136,7 @@ def local_boxes(tensor: torch.Tensor, shard: int | None = None) -> tuple[Box, ..
         # Without any box the tensor would vanish from a checkpoint.
         return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
     refuse_partial(tensor)
-    return tuple(part.whole for part in _parts(origin, shard))
+    return tuple(part.whole for part in _parts(origin, at))
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,13 +163,13 @@ class _Part(NamedTuple):
     whole: Box
 
 
-def _parts(origin: DTensor, shard: int | None) -> Iterator[_Part]:
+def _parts(origin: DTensor, at: Sequence[int] | None) -> Iterator[_Part]:
     """The rows of ``row_range_of`` by boxes of what tensor-parallel axes leave, and by the ranges that make it up."""
-    ranges = tensor_parallel_ranges(origin.shape, origin.device_mesh, origin.placements)
+    ranges = tensor_parallel_ranges(origin.shape, origin.device_mesh, origin.placements, at)
     sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
     start = 0
-    for box in row_boxes(sizes, *row_range_of(origin, shard)):
-        held = [list(_within(*at)) for at in zip(box.offsets, box.sizes, ranges, strict=True)]
+    for box in row_boxes(sizes, *row_range_of(origin, at)):
+        held = [list(_within(*part)) for part in zip(box.offsets, box.sizes, ranges, strict=True)]
         for parts in itertools.product(*held):
             inside, offsets, lengths = zip(*parts, strict=True) if parts else ((), (), ())
             yield _Part(start, box.sizes, inside, Box(offsets, lengths))

@@ -129,29 +129,32 @@ def row_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
 
 
 def tensor_parallel_ranges(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], at: Sequence[int] | None = None
 ) -> tuple[Ranges, ...]:
-    """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
+    """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to a rank.
+
+    at: the rank's mesh coordinate (default: this rank's).
+    """
     ranges: list[Ranges] = [((0, size),) for size in shape]
     # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             ((start, stop),) = ranges[placement.dim]
             lengths = chunk_lengths(stop - start, mesh.size(axis))
-            at = coordinate_of(mesh)[axis]
-            start += sum(lengths[:at])
-            ranges[placement.dim] = ((start, start + lengths[at]),)
+            own = (at or coordinate_of(mesh))[axis]
+            start += sum(lengths[:own])
+            ranges[placement.dim] = ((start, start + lengths[own]),)
         elif isinstance(placement, FusedShard):
-            at = coordinate_of(mesh)[axis]
-            ranges[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), at)
+            own = (at or coordinate_of(mesh))[axis]
+            ranges[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), own)
     return tuple(ranges)
 
 
 def tensor_parallel_sizes(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], at: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of what the tensor-parallel axes leave to this rank of a tensor of this global shape."""
-    ranges = tensor_parallel_ranges(shape, mesh, placements)
+    """The shape of what the tensor-parallel axes leave to a rank of a tensor of this global shape, see above."""
+    ranges = tensor_parallel_ranges(shape, mesh, placements, at)
     return tuple(sum(stop - start for start, stop in pieces) for pieces in ranges)
 
 

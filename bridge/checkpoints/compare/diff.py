@@ -41,6 +41,7 @@ from bridge.core.mapping.states.notes import PLACES
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
+from bridge.core.progress import Follow, followed
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which are about the checkpoint."""
@@ -62,7 +63,7 @@ def diff(
     tolerance: Tolerance | None = None,
     rounded: bool = False,
     noise: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Follow = None,
     workers: int = 1,
     items: Sequence[str] = (),
     step: Step | None = None,
@@ -76,8 +77,8 @@ def diff(
     `common_dtype`; so 0 ULP says that the narrower is exactly the other, cast. noise: another run of the same thing
     (another order of summation, or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a
     tensor then also passes when the difference is at most ``tolerance.noise_factor`` times that of ``b`` and this
-    run. workers: regions compared in parallel, some 100 MiB of memory each. items, step: see `open_checkpoint`;
-    each is for those of ``a`` and ``b`` that have items or steps.
+    run. progress: see `convert`. workers: regions compared in parallel, some 100 MiB of memory each. items, step: see
+    `open_checkpoint`; each is for those of ``a`` and ``b`` that have items or steps.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.
@@ -101,7 +102,8 @@ def diff(
         third = None
         if noise is not None:
             third = sides.noise(opened.enter_context(open_checkpoint(noise)), comparable)
-        tensors = sides.compare(comparable, tolerance, third, workers, progress)
+        with followed("diff", progress) as tell:
+            tensors = sides.compare(comparable, tolerance, third, workers, tell)
         for _, text in changed(before):
             raise CheckpointError(text)
         return DiffReport(
@@ -221,7 +223,7 @@ class _Sides:
         tolerance: Tolerance,
         noise: Noise | None,
         workers: int,
-        progress: Progress | None,
+        progress: Progress,
     ) -> tuple[TensorDiff, ...]:
         total, done = sum(self.infos[name].nbytes for name in names), 0
         pairs = (
@@ -232,8 +234,7 @@ class _Sides:
         for tensor in compared(pairs, workers):
             tensors.append(tensor)
             done += self.infos[tensor.name].nbytes
-            if progress is not None:
-                progress(done, total, tensor.name)
+            progress(done, total, tensor.name)
         return tuple(tensors)
 
     def structure(self) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.checkpoints.compare.ulp import Difference, Tolerance
+from bridge.core.views import Viewed
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class TensorDiff:
     histogram: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class DiffReport:
+@dataclass(frozen=True, repr=False)
+class DiffReport(Viewed):
     """The comparison of two checkpoints; all names are those of ``b``.
 
     missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
@@ -66,6 +67,33 @@ class DiffReport:
     structure: tuple[tuple[str, str], ...] = ()
     noise: Path | str | None = None
     left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The verdict, and how many differences there are of each kind."""
+        counts = {
+            "beyond the tolerance": [tensor for tensor in self.tensors if not tensor.within],
+            "only in a": self.missing,
+            "only in b": self.extra,
+            "of another shape or dtype": self.mismatched,
+            "other values": (*self.objects, *self.unreadable, *self.structure),
+        }
+        listed = [f"{len(names)} {what}" for what, names in counts.items() if names]
+        verdict = f"{'same' if self.same else 'different'}: {len(self.tensors)} tensors compared"
+        return ", ".join([verdict, f"{self.total.max_ulp} ULP apart at most", *listed])
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each of the ``offenders``."""
+        rows = [
+            (
+                one.name,
+                one.dtype,
+                "yes" if one.within else "no",
+                str(one.difference.max_ulp),
+                f"{one.relative:.2e}",
+            )
+            for one in self.offenders
+        ]
+        return [("tensor", "dtype", "within", "max ULP", "error"), *rows]
 
     @property
     def total(self) -> Difference:

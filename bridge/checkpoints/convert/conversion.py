@@ -33,17 +33,20 @@ from bridge.core.formats.files.journal import Attempt, abandoned
 from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
-from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress
+from bridge.core.formats.tensors.boxes import REGION_BYTES
 from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.mapping.language.rules import MappingLike
 from bridge.core.mapping.language.table import Tied
+from bridge.core.progress import Follow, followed
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 
 
-@dataclass(frozen=True)
-class ConvertReport:
+@dataclass(frozen=True, repr=False)
+class ConvertReport(Viewed):
     """The result of a conversion.
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt or other parts had written. dropped:
@@ -82,6 +85,13 @@ class ConvertReport:
 
     def __bool__(self) -> bool:
         return self.complete
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"{self.source} ({self.source_format}) -> {self.destination} ({self.format}): {self.tensors} tensors, "
+            f"{human_bytes(self.bytes)} in {self.seconds:.1f} s{'' if self.complete else ', not complete'}"
+        )
 
 
 def report_of(
@@ -221,7 +231,7 @@ def convert(
     dequantize: bool = False,
     replace: bool = False,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Follow = None,
     workers: int | None = None,
     items: Sequence[str] = (),
     step: Step | None = None,
@@ -231,12 +241,14 @@ def convert(
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items,
-    optimizer_order: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps.
-    verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums
-    then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go
-    on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written
-    to be resumed. workers: threads, default by cores; memory grows with it, about 64 MiB each. A checkpoint at a
-    URL replaces nothing, and ``resume`` goes on with the parts that are there where the store lists them (S3).
+    optimizer_order: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify:
+    whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch
+    for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an
+    earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed.
+    progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows a bar in a notebook
+    and on a terminal, and False shows none. workers: threads, default by cores; memory grows with it, about 64 MiB
+    each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with the parts that are there where the store
+    lists them (S3).
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -271,7 +283,7 @@ def convert_with(
     *,
     replace: bool = False,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Follow = None,
     workers: int | None = None,
 ) -> ConvertReport:
     """As `convert`, whose choices are ``options``; where these have no format, ``dst`` does not tell it by its name."""
@@ -300,7 +312,7 @@ def _convert(
     options: ConvertOptions,
     replace: bool,
     resume: bool,
-    progress: Progress | None,
+    progress: Follow,
     workers: int,
 ) -> ConvertReport:
     started = time.perf_counter()
@@ -340,7 +352,7 @@ def _write(
     writer: CheckpointWriter,
     conversion: Conversion,
     workers: int,
-    progress: Progress | None,
+    progress: Follow,
 ) -> int:
     """Write everything; the bytes that were there already."""
     # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
@@ -358,5 +370,6 @@ def _write(
     else:
         require_space(writer.path, conversion.nbytes - done)
         work = runs(outputs, writer, names)
-    Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
+    with followed("convert", progress) as tell:
+        Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=tell).run(workers)
     return done

@@ -8,10 +8,10 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.checkpoints.inspect.summary import MAX_BARS, chunk_bars
+from bridge.checkpoints.inspect.summary import MAX_BARS
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.sharding import Layout
-from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks, row_bars
 from bridge.core.text import printable
 from bridge.report_page.palette import LIGHT
 
@@ -74,7 +74,7 @@ def chunks_figure(tensors: Sequence[TensorInfo]) -> Figure:
     """A bar for each of the first tensors (one for each range of columns that chunks cut), a colour for each chunk."""
     rows: list[tuple[str, tuple[int | None, ...]]] = []
     for tensor in tensors[:MAX_TENSORS]:
-        bars = chunk_bars(tensor, _BAR_COLUMNS)
+        bars = row_bars(tensor.shape, tensor.chunks, _BAR_COLUMNS)
         name = printable(tensor.name if len(tensor.name) <= _MAX_LABEL else "..." + tensor.name[-_MAX_LABEL:])
         for bar in bars[:MAX_BARS]:
             where = "" if bar.columns is None else " [..., {}:{}]".format(*bar.columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,15 @@ from bridge.core.formats import open_checkpoint
 from bridge.core.formats.files.manifest import manifest_path
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
-from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
+from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, unreadable
 from bridge.core.formats.tensors.leaves import LEAVES, key_types
 from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.step_paths import Step, at_step
-from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors, row_bars, slices_text
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 
 MAX_BARS = 16
 _MAX_LISTED_CHUNKS = 16
@@ -36,8 +37,8 @@ class Group:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Viewed):
     """The contents of a checkpoint. ``unreadable`` says why, for tensors that can only be listed, and for
     objects whose value is not plain data.
 
@@ -57,6 +58,21 @@ class Summary:
     key_types: Mapping[str, str]
     left_alone: Mapping[str, str]
     object_paths: Mapping[str, TreePath]
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"{self.path}: {self.format}, {len(self.tensors)} tensors in {self.chunks} chunks, "
+            f"{human_bytes(self.bytes)}, {'with its' if self.manifest else 'no'} manifest"
+        )
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each tensor."""
+        rows = [
+            (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+            for t in self.tensors
+        ]
+        return [("tensor", "dtype", "shape", "size", "chunks"), *rows]
 
     @property
     def chunks(self) -> int:
@@ -109,50 +125,11 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         )
 
 
-@dataclass(frozen=True)
-class Bar:
-    """The rows of a tensor, first to last, to scale: each cell is the number of the chunk that stores its middle row.
-
-    ``columns``: the range of the last axis that these chunks hold, None when no chunk cuts it. A cell is None when
-    chunks with other ranges of columns hold its row.
-    """
-
-    columns: tuple[int, int] | None
-    cells: tuple[int | None, ...]
-
-
-def chunk_bars(tensor: TensorInfo, width: int) -> tuple[Bar, ...]:
-    """A bar of at most ``width`` cells for each range of columns that chunks hold; none without elements.
-
-    A row is the last axis, from two axes on, and one element of a vector or scalar. Chunks count from 0, those without
-    elements, too.
-    """
-    if not tensor.numel:
-        return ()
-    lead = tensor.shape[:-1] if len(tensor.shape) > 1 else tensor.shape
-    num_rows = math.prod(lead)
-    width = min(width, num_rows)
-    rows = [_index((2 * cell + 1) * num_rows // (2 * width), lead) for cell in range(width)]
-    by_columns: dict[tuple[int, int], list[int]] = {}
-    for number, chunk in enumerate(tensor.chunks):
-        if chunk.numel:
-            columns = (chunk.offsets[-1], chunk.stops[-1]) if len(tensor.shape) > 1 else (0, 1)
-            by_columns.setdefault(columns, []).append(number)
-    bars = []
-    for columns, numbers in sorted(by_columns.items()):
-        cells: list[int | None] = [None] * width
-        for number in numbers:
-            for cell in _held(rows, tensor.chunks[number], len(lead)):
-                cells[cell] = number
-        bars.append(Bar(columns if len(by_columns) > 1 else None, tuple(cells)))
-    return tuple(bars)
-
-
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
     """For each of the first tensors, a bar of its rows with a letter for the chunk that stores them, and the chunks."""
     lines = []
     for tensor in tensors[:MAX_TENSORS]:
-        bars = chunk_bars(tensor, width)
+        bars = row_bars(tensor.shape, tensor.chunks, width)
         rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.numel
         lines.append(f"{tensor.name} {list(tensor.shape)}: {f'rows 0:{rows}' if bars else 'no elements'}")
         for bar in bars[:MAX_BARS]:
@@ -161,32 +138,9 @@ def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
             lines.append(f"  |{cells}|{where}")
         if len(bars) > MAX_BARS:
             lines.append(f"  ... and {len(bars) - MAX_BARS} more ranges of columns")
-        chunks = [f"{letter(i)}{_slices(chunk)}" for i, chunk in enumerate(tensor.chunks) if chunk.numel]
+        chunks = [f"{letter(i)}{slices_text(chunk)}" for i, chunk in enumerate(tensor.chunks) if chunk.numel]
         if chunks:
             more = len(chunks) - _MAX_LISTED_CHUNKS
             end = f" and {more} more" if more > 0 else ""
             lines.append(f"  {' '.join(chunks[:_MAX_LISTED_CHUNKS])}{end}")
     return [*lines, *more_tensors(len(tensors))]
-
-
-def _slices(box: Box) -> str:
-    return f"[{', '.join(f'{o}:{s}' for o, s in zip(box.offsets, box.stops, strict=True))}]"
-
-
-def _held(rows: list[tuple[int, ...]], chunk: Box, axes: int) -> list[int]:
-    """Positions of those ``rows``, which are sorted, that the chunk holds."""
-    if not axes:
-        return [0]
-    low, high = chunk.offsets[0], chunk.stops[0]
-    candidates = range(bisect_left(rows, (low,)), bisect_left(rows, (high,)))
-    bounds = list(zip(chunk.offsets, chunk.stops, strict=True))[1:axes]
-    return [k for k in candidates if all(a <= i < b for i, (a, b) in zip(rows[k][1:], bounds, strict=True))]
-
-
-def _index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of an element from its position in row-major order."""
-    index = []
-    for size in reversed(shape):
-        number, here = divmod(number, size)
-        index.append(here)
-    return tuple(reversed(index))

@@ -46,6 +46,7 @@ from bridge.core.formats.tensors.wrapping import damage_noted
 from bridge.core.formats.whole.companions import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.composite import parts_of
 from bridge.core.formats.whole.step_paths import Step, at_step
+from bridge.core.progress import Follow, followed
 
 
 def verify(
@@ -53,14 +54,14 @@ def verify(
     *,
     finite: bool = False,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Follow = None,
     items: Sequence[str] = (),
     step: Step | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint of any format, or a directory of steps with exactly one. items, step: see `open_checkpoint`.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
-    most 4. Raises FileNotFoundError if nothing is there,
+    most 4. progress: see `convert`. Raises FileNotFoundError if nothing is there,
     ValueError for workers < 1.
     """
     request = _Request(finite, workers, progress, time.perf_counter())
@@ -82,7 +83,7 @@ class _Request(NamedTuple):
 
     finite: bool
     workers: int | None
-    progress: Progress | None
+    progress: Follow
     started: float
 
     @property
@@ -159,7 +160,8 @@ def _verify_open(
     problems += _objects_problems(reader, manifest)
     check = _Check(reader, manifest)
     workers = default_workers() if request.workers is None else request.workers
-    tensors = check.run(workers, request.progress)
+    with followed("verify", request.progress) as tell:
+        tensors = check.run(workers, tell)
     problems += [problem for tensor in tensors for problem in tensor.problems]
     problems += copy_problems(reader)
     problems += [Problem(Path(file).name, text) for file, text in changed(before)]
@@ -263,7 +265,7 @@ class _Check:
             return total
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
 
-    def run(self, workers: int, progress: Progress | None) -> list[_Found]:
+    def run(self, workers: int, progress: Progress) -> list[_Found]:
         """Read everything. What is found in tensors, in their order; none of those in which there is nothing."""
         tensors = self._reader.tensors
         total, done = sum([info.nbytes for info in tensors.values()]), 0
@@ -273,8 +275,7 @@ class _Check:
                 if results_of_region is not None:
                     self._add(results_of_region)
                 done += region.nbytes
-                if progress is not None:
-                    progress(done, total, region.info.name)
+                progress(done, total, region.info.name)
         return [self._found[name] for name in tensors if name in self._found]
 
     def _add(self, results: _Found) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.progress import Follow, followed
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.trace import TraceError, TraceSide, write_trace
 from bridge.parity.report_page.report import ParityReport
-from bridge.parity.stages.compare import Progress, compare_sides
+from bridge.parity.stages.compare import compare_sides
 
 Path = str | os.PathLike[str]
 
@@ -103,7 +104,7 @@ def compare_traces(
     mapping: MappingLike | None = None,
     axes: Mapping[str, int] | None = None,
     pairs: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: Follow = None,
 ) -> ParityReport:
     """Compare a trace of a torch model and one of a JAX model, in any order. Neither framework is needed.
 
@@ -136,16 +137,9 @@ def compare_traces(
     table = mapping_table(mapping, axes)
     assert table is not None
     relation = WeightMap.of_sides(table, torch, jax)
-    report = compare_sides(
-        torch,
-        jax,
-        None,
-        relation,
-        dtype=torch.dtype,
-        module_pairs=pairs,
-        steps=torch.steps,
-        progress=progress,
-    )
+    options: dict[str, Any] = {"dtype": torch.dtype, "module_pairs": pairs, "steps": torch.steps}
+    with followed("parity", progress) as say:
+        report = compare_sides(torch, jax, None, relation, progress=say, **options)
     return replace(report, notes=tuple(_notes(torch, jax)))
 
 

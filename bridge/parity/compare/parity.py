@@ -14,12 +14,13 @@ import numpy as np
 
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
+from bridge.core.progress import Follow, followed
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.align import match_leaves
 from bridge.parity.recorded.recording import Leaves, Side, checked_dtype, probe_values
 from bridge.parity.recorded.store import Store
 from bridge.parity.report_page.report import ParityReport, Revealed
-from bridge.parity.stages.compare import Progress, compare_sides
+from bridge.parity.stages.compare import compare_sides
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
 
@@ -41,7 +42,7 @@ def parity(
     jax_optimizer: Any = None,
     config: Any = None,
     self_test: bool = False,
-    progress: Progress | None = None,
+    progress: Follow = None,
 ) -> ParityReport:
     """Compare weights, modules, loss, gradients, updates and ``steps`` of training of two models.
 
@@ -62,6 +63,8 @@ def parity(
             "own" compares the models as they are.
         config: a configuration with ``to_dict()`` that gives the axes; default ``torch_model.config``, if there is one.
         self_test: also plant typical faults in copies of the torch model, and say which of them this batch shows.
+        progress: called with the name of each stage; by default tqdm shows it in a notebook and on a terminal, and
+            False shows nothing.
         torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
 
     Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``TypeError`` for what is no
@@ -81,12 +84,12 @@ def parity(
     relation = WeightMap.of_sides(table, torch, jax)
     if hasattr(jax, "hold"):
         jax.hold(name for name, own in relation.sources.items() if relation.torch_buffers.issuperset(own))
-    with _weights_for(torch, jax, relation, weights, scale):
+    with _weights_for(torch, jax, relation, weights, scale), followed("parity", progress) as say:
         report = compare_sides(
-            torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=progress
+            torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=say
         )
-        if self_test and progress is not None:
-            progress("self-test: typical faults, one at a time")
+        if self_test:
+            say("self-test: typical faults, one at a time")
         revealed = _self_test(torch, batch, dtype) if self_test else ()
     return replace(report, versions=_versions(), revealed=revealed)
 

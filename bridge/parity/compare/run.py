@@ -16,6 +16,7 @@ from bridge.core.mapping.language.rules import mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.source_tree import find
+from bridge.core.progress import Follow
 from bridge.core.text import first_of
 from bridge.parity.compare.parity import parity, sides_of
 from bridge.parity.compare.run_file import RunFile, RunFileError
@@ -24,10 +25,9 @@ from bridge.parity.recorded.recording import Side
 from bridge.parity.report_page.html import write_html
 from bridge.parity.report_page.picture import write_picture
 from bridge.parity.report_page.report import ParityReport
-from bridge.parity.stages.compare import Progress
 
 
-def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityReport:
+def compare_run_file(run: RunFile, progress: Follow = None) -> ParityReport:
     """Build both models of a run file and compare them. Raises ``RunFileError``, and what ``parity`` raises."""
     with run.importing():
         torch_model, jax_model = run.build("torch"), run.build("jax")

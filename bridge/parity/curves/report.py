@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from bridge.core.text import first_lines
+from bridge.core.views import Viewed
 from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
 
 
-@dataclass(frozen=True, eq=False)
-class CurvesReport:
+@dataclass(frozen=True, eq=False, repr=False)
+class CurvesReport(Viewed):
     """Whether runs ``a`` and ``b`` are one experiment, as far as ``metric`` shows.
 
     ``steps``: how many were compared, from ``first_step`` to ``last_step``. ``departures``: in order of their steps;

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.text import first_of, plain_json
+from bridge.core.views import Viewed
 from bridge.parity.partners.rows import BUFFER, STAGES, Row, Stage
 from bridge.parity.recorded.align import DOUBTS
 from bridge.parity.recorded.distance import FACTOR
@@ -31,8 +32,8 @@ class Revealed:
     ratio: float
 
 
-@dataclass(frozen=True)
-class ParityReport:
+@dataclass(frozen=True, repr=False)
+class ParityReport(Viewed):
     """What ``parity`` found.
 
     ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bridge.core.progress import Follow, followed
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.answers.changes import variants
 from bridge.planning.answers.comparison import Comparison, fits_within
@@ -120,16 +121,30 @@ def search(
     policies: Sequence[ShardingPolicy],
     planner: Planner,
     node: int | None = None,
+    progress: Follow = None,
 ) -> tuple[Finding, ...]:
     """Of each policy, number of devices and workload of ``comparison``, in its order.
 
-    node: the devices of a node, by which numbers of devices grow.
+    node: the devices of a node, by which numbers of devices grow. progress: called with what is planned, each time; by
+    default tqdm shows it in a notebook and on a terminal, and False shows nothing.
 
     Raises ``PlanError`` for a comparison without memory.
     """
     usable = comparison.usable
     if usable is None:
         raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
+    with followed("search", progress) as say:
+
+        def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
+            say(f"{policy.source} on {devices} devices in {runtime}")
+            return planner(runtime, policy, devices, work)
+
+        return _findings(comparison, policies, planned, usable, node or NODE)
+
+
+def _findings(
+    comparison: Comparison, policies: Sequence[ShardingPolicy], planner: Planner, usable: int, node: int
+) -> tuple[Finding, ...]:
     models = {plan.runtime: plan.model for plan in comparison.plans}
     named = {policy.source: policy for policy in policies}
     findings: list[Finding] = []
@@ -142,12 +157,12 @@ def search(
         policy = named[source]
         if (source, work) not in fewest:
             fewest[source, work] = tuple(
-                fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
+                fewest_devices(planner, plan.runtime, policy, work, usable, node) for plan in plans
             )
         fits = _all(comparison.fits(plan) for plan in plans)
         said = work.of(plans[0].model)
         finding = Finding(policy, devices, work, said, _batches(plans, usable), fewest[source, work], fits)
-        findings.append(finding if fits else _with_ways(finding, models, planner, usable, node or NODE))
+        findings.append(finding if fits else _with_ways(finding, models, planner, usable, node))
     return tuple(findings)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 from bridge.planning.cost.at_rest import AtRest, at_rest
 from bridge.planning.cost.buffers import GroupBuffers, buffers_of
 from bridge.planning.cost.exchanges import exchanges
@@ -97,8 +99,8 @@ class UnitPlan:
         return padded / self.numel - 1 if self.numel else 0.0
 
 
-@dataclass(frozen=True)
-class CostPlan:
+@dataclass(frozen=True, repr=False)
+class CostPlan(Viewed):
     """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
 
     ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
@@ -201,6 +203,27 @@ class CostPlan:
         """Padding of all buffers as a fraction of the parameters' elements."""
         padded = sum(group.padded * unit.count for unit in self.units for group in unit.groups)
         return padded / self.numel - 1 if self.numel else 0.0
+
+    def summary(self) -> str:
+        """What each device holds and sends, then the warnings, a line each."""
+        peak = human_bytes(self.peak.total) if self.peak.complete else f"above {human_bytes(self.least)}"
+        sent = human_bytes(self.traffic.wire_bytes())
+        line = (
+            f"{self.model.name}, {self.policy}, {self.runtime}, {self.mesh.devices} devices: "
+            f"{human_bytes(self.at_rest.total)} at rest, peak {peak}, {sent} sent in a step"
+        )
+        return "\n".join([line, *(f"warning: {text}" for text in self.warnings())])
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each kind of unit."""
+        rows = [
+            (
+                *(unit.title, unit.kind.strategy.name, f"{unit.numel * unit.count:,}"),
+                *(f"{100 * unit.overhead:.2f} %", human_bytes(unit.at_rest.total * unit.count)),
+            )
+            for unit in self.units
+        ]
+        return [("unit", "strategy", "parameters", "padded by", "at rest"), *rows]
 
     def warnings(self) -> list[str]:
         """Units whose padding is large."""

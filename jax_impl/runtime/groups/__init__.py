@@ -1,1 +1,1 @@
-"""Groups of parameters: layouts, dtypes and devices of their arrays, and the plan that holds all of them."""
+"""Groups of parameters: layouts, dtypes and devices of their arrays, and the plan that contains all groups."""

@@ -1,18 +1,15 @@
-"""A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its
-own.
+"""A flat group on a mesh with model axes: each part of the parameters has a separate flat buffer.
 
-Parameters that are cut over the same model axes are one group; those that no axis cuts are another.
-A *row* is what one place of the group's model axes has of all parameters, and ``layout`` is the
-layout of a row: all rows are alike. Of a kernel ``[4, 6]`` whose second dimension is cut over
-``tp = 2``, on ``dp = 2``::
+Parameters that are cut over the same model axes form one group; parameters that no axis cuts form another. A *row*
+contains the parts of all parameters at one position on the group's model axes, and ``layout`` is the layout of a row:
+all rows are alike. Example: a kernel ``[4, 6]`` whose second dimension is cut over ``tp = 2``, on ``dp = 2``::
 
     row 0, tp = 0     kernel[:, 0:3] flat      |a0 a1|      a0, b0: the shards of dp = 0
-    row 1, tp = 1     kernel[:, 3:6] flat      |b0 b1|      a1, b1: those of dp = 1
+    row 1, tp = 1     kernel[:, 3:6] flat      |b0 b1|      a1, b1: the shards of dp = 1
     at rest           [a0 b0 a1 b1], cut over (dp, tp)      each device has one shard of one row
-    gathered          [a0 a1 b0 b1], cut over tp            moves a0, a1 between devices of tp = 0 only
+    gathered          [a0 a1 b0 b1], cut over tp            moves a0, a1 only between devices of tp = 0
 
-A row becomes a part of each parameter where it is, and the parameter is cut over the model axes in
-the user's model.
+Each device turns its row into its parts of the parameters, which are cut over the model axes in the user's model.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index, pack, un
 
 @dataclass(frozen=True)
 class CutGroup(FlatGroup):
-    """``cuts``: of each parameter, over the same model axes; dimensions are those of one layer. Arrays of parameters
-    that a method takes or returns are whole, unless they are rows."""
+    """``cuts``: the cuts of each parameter, over the same model axes, by dimensions of one layer. Parameter arrays that
+    a method takes or returns are whole, unless they are rows."""
 
     model: ModelAxes
     cuts: tuple[tuple[Cut, ...], ...]
@@ -96,7 +93,7 @@ class CutGroup(FlatGroup):
         stack, layout = self._stack, self.layout
         shards = arrays[0].reshape(*stack, layout.num_shards, self.rows, layout.shard_size)
         rows = shards.swapaxes(-3, -2).reshape(*stack, self.rows, layout.padded_size)
-        # Whole rows, but one row only on each device.
+        # Whole rows, but only one row on each device.
         rows = lax.with_sharding_constraint(rows, NamedSharding(self.model.mesh, self._flat()))
         function = jax.vmap(partial(unpack, layout))
         parts = (function if self.layers is None else jax.vmap(function))(rows)
@@ -120,21 +117,21 @@ class CutGroup(FlatGroup):
             yield path, tuple(shifted), sizes, where
 
     def _part(self, path: str, cut: Cut) -> int:
-        """The size of a row's part of a parameter along the dimension that is cut."""
+        """The size of a row's part of a parameter along the cut dimension."""
         return self.layout.slots[self.paths.index(path)].shape[cut.dimension]
 
     def _rank(self, index: Index) -> int:
         return super()._rank(index) // self.rows
 
     def _places(self, index: Index) -> Mapping[str, int]:
-        """Of the row that the shard belongs to: its place on each model axis that cuts the group."""
+        """The position, on each model axis that cuts the group, of the row to which the shard belongs."""
         row, coordinates = super()._rank(index) % self.rows, {}
         for name, size in zip(reversed(self.axes), reversed(self._sizes), strict=True):
             row, coordinates[name] = divmod(row, size)
         return coordinates
 
     def _joined(self, parts: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
-        """Rows' parts ``[stack, rows, part]`` -> the parameter ``[stack, shape]``."""
+        """The rows' parts ``[stack, rows, part]`` -> the parameter ``[stack, shape]``."""
         stack, axes = len(self._stack), len(self.axes)
         parts = parts.reshape(*parts.shape[:stack], *self._sizes, *parts.shape[stack + 1 :])
         order, shape = list(range(stack)), list(parts.shape[:stack])
@@ -170,16 +167,16 @@ class CutGroup(FlatGroup):
 
     @property
     def _row_spec(self) -> PartitionSpec:
-        """Of values of one layer, one row after the other."""
+        """The spec of one layer's values, row after row."""
         return PartitionSpec(self.axes) if self.axes else PartitionSpec()
 
     def _flat(self) -> PartitionSpec:
-        """The same of all layers."""
+        """The same spec for all layers."""
         return PartitionSpec(*[None] * len(self._stack), *self._row_spec)
 
     @cached_property
     def _leaf_specs(self) -> tuple[PartitionSpec, ...]:
-        """How the parameters of one layer are cut."""
+        """The specs of one layer's parameters."""
         specs = []
         for slot, cuts in zip(self.layout.slots, self.cuts, strict=True):
             names: list[str | None] = [None] * len(slot.shape)

@@ -1,14 +1,14 @@
-"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has
-the bits and where they lie.
+"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` defines the bits and
+their positions.
 
 ::
 
-    hold      main weights [S]  ->  payload [S], scales        once a step, each device its own rows
+    hold      main weights [S]  ->  payload [S], scales        once per step, each device its own rows
     gather    payload and scales of all shards, uint8
     leaves    payload and scales of a parameter  ->  the compute dtype, exactly
 
-So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of
-the leaves, and go to the main weights as they are (straight-through).
+So weights that wait for their use, such as a unit that was gathered ahead, are held as bytes. The gradients of the
+leaves go to the main weights unchanged (straight-through).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from jax_impl.runtime.groups.float8_shards import (
 
 @dataclass(frozen=True)
 class Float8Group(Float8Levels, FlatGroup):
-    """Sources are pieces of uint8 ``[piece_bytes * shards]``, and of float8_e4m3fn the scales of parameters."""
+    """Sources are pieces of uint8 ``[piece_bytes * shards]``, and for float8_e4m3fn also the scales of the
+    parameters."""
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         layout = self.layout
@@ -92,7 +93,7 @@ class Float8Group(Float8Levels, FlatGroup):
 
 @dataclass(frozen=True)
 class CutFloat8Group(CutGroup, Float8Group):
-    """On a mesh with model axes: rows, and their blocks, are those of parts, a tensor's scale is of all its parts."""
+    """On a mesh with model axes: rows and their blocks belong to parts; a tensor's scale covers all its parts."""
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
         of_part = super()._of_whole_tensors(amax)

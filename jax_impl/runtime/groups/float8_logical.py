@@ -1,9 +1,8 @@
 """A group of the pjit engine whose weights travel as float8 payload.
 
-Parameters are quantized whole, where they lie, and payload and scales are arrays of their own, cut
-as the parameters are. It is these that have to lie whole when they are used: so they are what XLA
-gathers, and it dequantizes what it has gathered. XLA itself adds what is needed to know the scales:
-the largest magnitudes of tensors, and of blocks that a cut separates.
+Parameters are quantized in place. Payload and scales are separate arrays, which are sharded like the parameters and
+constrained to be whole when they are used. So XLA gathers payload and scales, and dequantizes after the gather. XLA
+itself adds the reductions for the scales: the largest magnitudes of tensors, and of blocks that a cut separates.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from jax_impl.runtime.groups.logical_group import LogicalArray, LogicalGroup
 
 @dataclass(frozen=True)
 class Float8LogicalGroup(Float8Levels, LogicalGroup):
-    """Sources are the payload of each parameter, uint8 of its shape, and then the scales of each.
+    """Sources are the payload of each parameter, uint8 of its shape, followed by the scales of each parameter.
 
-    Scales of mxfp8 are ``[..., blocks of a row]``; of float8_e4m3fn each dimension is 1, but for the layers of a stack.
+    Scales of mxfp8 are ``[..., blocks of a row]``; for float8_e4m3fn each dimension is 1, except the layers of a stack.
     """
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -70,7 +69,7 @@ class Float8LogicalGroup(Float8Levels, LogicalGroup):
         return (*self._lying(sources[:count], level, one_layer=one_layer), *scales)
 
     def _spec(self, array: LogicalArray, level: int, layers: int) -> PartitionSpec:
-        """How the scales of a parameter lie: as the parameter does, but rows are cut between blocks only."""
+        """The spec of a parameter's scales: the parameter's spec, but rows are cut only between blocks."""
         if self._by_tensor:
             return PartitionSpec()
         spec = array.spec_of(level, layers)

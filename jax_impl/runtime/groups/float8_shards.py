@@ -1,14 +1,14 @@
-"""Quantize one shard of a flat group, and find the scales of a parameter in all of them.
+"""Quantize one shard of a flat group, and find the scales of a parameter in all shards.
 
-All devices run one program, but hold different rows of different parameters: *parts* of a shard.
-Three ways::
+All devices run one program, but hold different rows of different parameters: the *parts* of a shard. There are three
+ways::
 
-    one shard                      all parts are known: each parameter by itself
-    blocks of whole tiles          mxfp8: every 32 elements, whatever they are of (``float8.in_blocks``)
-    else                           a device takes its row of tables that say what each shard holds
+    one shard                      all parts are known: quantize each parameter separately
+    blocks of whole tiles          mxfp8: every 32 elements, of any parameter (``float8.in_blocks``)
+    otherwise                      each device reads its row of tables that describe all shards
 
-The last one computes what it needs to know of each element, or of each block, from where it is.
-Padding is zero and has payload 0; which part it counts as makes no difference.
+The third way computes the properties of each element or block from its position. Padding is zero and has payload 0, so
+it may count as any part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from bridge.core.sharding.policy.float8 import BLOCK, blocks_of, in_blocks, scal
 from jax_impl.runtime.groups.flat_group import pack, unpack
 from jax_impl.runtime.groups.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
 
-# The number of a device's shard; None where there is one.
+# The index of a device's shard; None if there is only one.
 Rank = jax.Array | None
 
 
 def quantize_blocks(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
-    """mxfp8: float32 ``[S]`` -> what the shard sends, payload and scales, as uint8 ``[piece_bytes]``."""
+    """mxfp8: float32 ``[S]`` -> the data that the shard sends, payload and scales, as uint8 ``[piece_bytes]``."""
     if in_blocks(layout):
         blocks = values.reshape(-1, BLOCK)
         scales = scales_of(magnitudes(blocks).max(axis=-1))
@@ -55,7 +55,7 @@ def quantize_blocks(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
 
 
 def amax_of_tensors(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
-    """float32 ``[S]`` -> bits of the largest magnitude of each parameter here, int32 ``[slots]``."""
+    """float32 ``[S]`` -> bits of each parameter's largest magnitude in this shard, int32 ``[slots]``."""
     if rank is None:
         whole = unpack(layout, values)
         return jnp.stack([_largest(leaf.reshape(-1)) for leaf in whole])
@@ -79,7 +79,8 @@ def quantize_tensors(layout: Layout, values: jax.Array, scales: jax.Array, rank:
 
 
 def scales_of_leaves(layout: Layout, scales: jax.Array) -> Sequence[jax.Array]:
-    """mxfp8: scales of all shards, ``[num_shards, scale_bytes]`` -> of each parameter, ``[..., blocks of a row]``."""
+    """mxfp8: scales of all shards ``[num_shards, scale_bytes]`` -> scales of each parameter ``[..., blocks of a
+    row]``."""
     if in_blocks(layout):
         tiles = _tiles(layout)
         return unpack(tiles, scales[:, : tiles.shard_size].reshape(-1))
@@ -97,11 +98,11 @@ def _quantize_odd_blocks(layout: Layout, values: jax.Array, rank: jax.Array) -> 
         parts.look_up, (parts.starts, parts.row_sizes, parts.blocks, parts.scale_starts)
     )
     rows, columns = jnp.divmod(parts.cells() - starts, row_sizes)
-    # Padding after a part would be in blocks of the next one.
+    # Without this mask, padding after a part would count for blocks of the next part.
     inside = parts.cells() < parts.look_up(parts.stops)
     numbers = jnp.where(inside, scale_starts + rows * blocks + columns // BLOCK, size)
     amax = jax.ops.segment_max(magnitudes(values), numbers, size + 1)
-    # Segments without elements have the smallest integer.
+    # Segments without elements contain the smallest integer.
     scales = scales_of(jnp.maximum(amax, 0))
     return encode(values, scales[numbers]), scales[:size]
 
@@ -113,7 +114,7 @@ def _largest(values: jax.Array) -> jax.Array:
 
 @functools.cache
 def _tiles(layout: Layout) -> Layout:
-    """Where the scales are: as the layout, a block for 32 elements."""
+    """The layout of the scales: the same layout with one block per 32 elements."""
     slots = tuple(
         Slot(
             slot.name,
@@ -129,7 +130,7 @@ def _tiles(layout: Layout) -> Layout:
 
 @functools.cache
 def _places(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each row of each parameter: its shard, and where its scales start there."""
+    """For each row of each parameter: its shard, and the start of its scales there."""
     by_slot = [
         (np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots
     ]
@@ -145,7 +146,7 @@ def _places(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
 
 @functools.cache
 def _tables(layout: Layout) -> np.ndarray:
-    """int32 ``[6, num_shards, parts]``: the fields of ``_Parts``. Parts that a shard does not have start at its end."""
+    """int32 ``[6, num_shards, parts]``: the fields of ``_Parts``. Parts that a shard lacks start at its end."""
     rows = []
     for rank in range(layout.num_shards):
         held = [
@@ -166,7 +167,7 @@ def _tables(layout: Layout) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of this device's shard, int32 ``[parts]`` each. ``cell``: elements that are in one part together."""
+    """The parts of this device's shard, int32 ``[parts]`` each. ``cell``: number of elements that share a part."""
 
     layout: Layout
     cell: int
@@ -183,12 +184,12 @@ class _Parts:
         return _Parts(layout, BLOCK if in_blocks(layout) else 1, *own)
 
     def cells(self) -> jax.Array:
-        """Where each cell starts in the shard."""
+        """The start of each cell in the shard."""
         return jnp.arange(0, self.layout.shard_size, self.cell, dtype=jnp.int32)
 
     def look_up(self, values: jax.Array) -> jax.Array:
-        """Of ``values [parts]``, that of the part that a cell is in, or of the one before."""
+        """For each cell, the entry of ``values [parts]`` of the cell's part, or of the part before."""
         steps = values - jnp.concatenate([jnp.zeros(1, values.dtype), values[:-1]])
-        # What is before the first part is padding.
+        # Elements before the first part are padding.
         starts = self.starts.at[0].set(0)
         return jnp.where(self.cells()[:, None] >= starts, steps, 0).sum(axis=1, dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""What a sharded model consists of: units, groups, shards, their sizes and dtypes, as data and as a table."""
+"""The units, groups and shards of a sharded model, with sizes and dtypes, as data and as a table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bridge.core.sharding.layout import group_report
 from bridge.core.sharding.policy import float8
 from bridge.core.sharding.policy.recompute import Recompute
 from bridge.core.text import first_of, table_lines
+from bridge.core.views import Viewed
 from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
 
@@ -20,7 +21,7 @@ _RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard"
 
 
 class ReportedPlan(Protocol):
-    """What is described, a ``ShardingPlan``, which shows itself by this report."""
+    """The plan to describe, a ``ShardingPlan``, which prints itself by this report."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -32,15 +33,15 @@ class ReportedPlan(Protocol):
 
 @dataclass(frozen=True)
 class GroupReport(group_report.GroupReport):
-    """One parameter group; ``parameters``: paths in the model, and numbers of all layers of a stack.
+    """One parameter group; ``parameters``: paths in the model. For a stack, numbers cover all layers.
 
-    whole: parameters that the strategy shards but that are whole on every device (pjit engine).
-    over: model axes that cut parameters of the group: in the shard_map engine all of them, in the pjit engine some.
-    nbytes: of the main weights at rest on each device.
+    whole: parameters that the strategy shards but that every device holds whole (pjit engine).
+    over: model axes that cut parameters of the group: all parameters in the shard_map engine, some in the pjit engine.
+    nbytes: bytes of the main weights at rest on each device.
 
-    padded_numel: each element once, however many devices hold it. num_shards: over all axes. shard_sizes: of one layer;
-    in the pjit engine align is 1, the size one number, with the whole ones, and the fingerprint "". strategy: the
-    unit's, or "no_shard" of parameters that are ``replicated``.
+    padded_numel: counts each element once, however many devices hold it. num_shards: over all axes. shard_sizes: for
+    one layer. In the pjit engine, align is 1, there is one shard size, which includes whole parameters, and the
+    fingerprint is "". strategy: the unit's strategy, or "no_shard" for ``replicated`` parameters.
     """
 
     whole: tuple[str, ...]
@@ -50,7 +51,7 @@ class GroupReport(group_report.GroupReport):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit; ``layers``: of the stack that it stands for, or None."""
+    """One unit; ``layers``: number of layers of the stack that it represents, or None."""
 
     name: str
     layers: int | None
@@ -59,8 +60,8 @@ class UnitReport:
     groups: tuple[GroupReport, ...]
 
 
-@dataclass(frozen=True)
-class LayoutReport:
+@dataclass(frozen=True, repr=False)
+class LayoutReport(Viewed):
     """All units of a plan, in the order of the model, the root last. ``str`` is a table."""
 
     engine: str
@@ -69,12 +70,12 @@ class LayoutReport:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(group.numel for group in self._groups())
 
     @property
     def padded_numel(self) -> int:
-        """The same with padding."""
+        """The same number with padding."""
         return sum(group.padded_numel for group in self._groups())
 
     @property
@@ -84,7 +85,7 @@ class LayoutReport:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Parameters that a strategy shards, but that are whole on every device (pjit engine)."""
+        """Parameters that a strategy shards but that every device holds whole (pjit engine)."""
         return tuple(path for group in self._groups() for path in group.whole)
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class LayoutReport:
         )
 
     def render(self, *, merge: bool = False) -> str:
-        """The table; ``merge``: consecutive units that differ by name only share a line."""
+        """The table; ``merge``: consecutive units that differ only in their names share a line."""
         rows = [tuple(row.values()) for row in self._merged(merge)]
         lines = table_lines(tuple(_row(None, None)), rows, _RIGHT)
         if self.whole:
@@ -141,9 +142,9 @@ class LayoutReport:
 
 
 def layout_report(plan: ReportedPlan) -> LayoutReport:
-    """Describe a ``ShardingPlan``: per unit its strategy, shards, elements, padding, and what is whole.
+    """Describe a ``ShardingPlan``: strategy, shards, elements and padding of each unit, and whole parameters.
 
-    All processes have the same report. ``print(plan)`` is the same table, with equal units in one line.
+    All processes get the same report. ``print(plan)`` shows the same table, with equal units in one line.
     """
     units = tuple(
         UnitReport(

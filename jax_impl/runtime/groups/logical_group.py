@@ -1,17 +1,15 @@
-"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a
-``NamedSharding``.
+"""A group of the pjit engine: a unit's trainable or frozen parameters, each a logical array with a ``NamedSharding``.
 
-Each parameter is cut along its largest dimension that the number of its shards divides, and is
-whole on every device where there is none. Levels of sharding are those of ``comm/mesh.py``, all
-along that dimension::
+Each parameter is cut along its largest dimension that the number of shards divides; without such a dimension, every
+device holds it whole. All levels of sharding (``comm/mesh.py``) cut along that dimension::
 
     optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
     parameters level 1                    4 x (1024, 1024)                     whole
 
-What model axes cut is divided so among the devices of each part; both may cut one dimension, model
+If model axes cut a parameter, each part is divided among its devices in the same way; both may cut one dimension, model
 axes first.
 
-There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
+This engine writes no collectives, only sharding constraints; XLA chooses the communication.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class LogicalArray:
-    """One parameter at rest. ``dimension``: along which it is cut over data-parallel axes, None where it is whole;
-    ``level``: how far. ``cuts``: over model axes; dimensions, too, are those of ``shape``, with layers."""
+    """One parameter at rest. ``dimension``: the dimension that data-parallel axes cut, None if the parameter is whole;
+    ``level``: the number of these axes. ``cuts``: over model axes. All dimensions refer to ``shape``, with layers."""
 
     path: str
     shape: tuple[int, ...]
@@ -54,11 +52,11 @@ class LogicalArray:
 
     @property
     def layers(self) -> None:
-        """A stack is one array like others."""
+        """A stack is one array like any other."""
         return None
 
     def spec_of(self, level: int, layers: int = 0) -> PartitionSpec:
-        """At another level; ``layers``: how many leading axes are left out."""
+        """The spec at another level; ``layers``: the number of leading axes to omit."""
         by_dimension = {cut.dimension: (cut.axis,) for cut in self.cuts}
         if self.dimension is not None:
             over = by_dimension.get(self.dimension, ())
@@ -94,9 +92,9 @@ def logical_array(
     cuts: Sequence[Cut] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> LogicalArray:
-    """A parameter of ``shape``, with that of a stack's layers; a layer is not cut apart from the others.
+    """A parameter of ``shape``, including a stack's layers; the layer dimension is never cut.
 
-    ``cuts``: over model axes of these ``sizes``, by dimensions of a layer.
+    ``cuts``: cuts over model axes of these ``sizes``, by dimensions of a layer.
     """
     stack = 0 if layers is None else 1
     cut = None
@@ -110,7 +108,8 @@ def logical_array(
 
 @dataclass(frozen=True)
 class LogicalGroup(Levels):
-    """``arrays``: the parameters at rest, in the order of the unit. ``layers``: of a stack, or None."""
+    """``arrays``: the parameters at rest, in the order of the unit. ``layers``: number of layers of a stack, or
+    None."""
 
     unit: str
     arrays: tuple[LogicalArray, ...]
@@ -146,9 +145,9 @@ class LogicalGroup(Levels):
         return tuple(jnp.zeros(array.shape, self.wire.grad) for array in self.arrays)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        # Where they lie first: else XLA gathers before the choice that holds a gather (hold_until),
-        # which then holds nothing and copies whole weights (decoder of 4 layers, 32,000 tokens, 64
-        # H100s: 394 MB instead of 305).
+        # First constrain the sources to their own sharding. Otherwise XLA gathers before the select that delays a
+        # gather (hold_until), which then delays nothing and copies whole weights (decoder of 4 layers, 32,000 tokens,
+        # compiled for 64 H100s: 394 MB instead of 305 MB).
         lying = self._lying(map(self.wire.cast, sources), self.strategy.parameters, one_layer=True)
         return self._lying(lying, 0, one_layer=True)
 
@@ -157,8 +156,9 @@ class LogicalGroup(Levels):
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
-        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is
-        # cut there. Left whole, XLA all-reduced under "optim" and cut afterwards, twice the bytes.
+        # No sharding can express "partial", so XLA reduces in each microbatch. Gradients that are cut in the end are
+        # cut there, too: when they were left whole under "optim", XLA all-reduced first and cut afterwards, which sends
+        # twice the bytes.
         return self._lying(rounded, self.strategy.gradients or self.strategy.optimizer, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -170,8 +170,8 @@ class LogicalGroup(Levels):
     def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(leaves)
 
-    # All transfers of this engine are constraints. Without one for each unit's weights GSPMD moves
-    # activations too: 10 all-to-alls in a step of 8 scanned layers.
+    # All transfers of this engine are constraints. Without a constraint on each unit's weights, GSPMD also moves
+    # activations: 10 all-to-alls in a step of 8 scanned layers.
     def _lying(
         self, values: Iterable[jax.Array], level: int, *, one_layer: bool = False
     ) -> tuple[jax.Array, ...]:
@@ -182,5 +182,5 @@ class LogicalGroup(Levels):
         )
 
 
-# A group of either engine; FlatGroup says what the methods do.
+# A group of either engine; FlatGroup documents the methods.
 Group = FlatGroup | LogicalGroup

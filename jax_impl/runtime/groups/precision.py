@@ -1,11 +1,9 @@
-"""Which dtype weights have in compute and on the wire, and gradients have on the wire and for the
-optimizer.
+"""The dtypes of weights in compute and on the wire, and of gradients on the wire and for the optimizer.
 
-Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says
-otherwise. Frozen weights, which no update needs more bits of, stay in the dtype in which they were
-given. In float8, whose scale only the model knows, and in integers and bools, that is also the
-dtype of compute. With a ``gather_dtype`` matrices and stacks of them are quantized when they are
-gathered, and computed with as they are then.
+Main weights are float32, or float64 for float64 parameters, unless ``main_dtype`` says otherwise. Frozen weights keep
+their given dtype, because no update needs more bits. For float8, whose scale only the model knows, and for integers and
+bools, the given dtype is also the compute dtype. With a ``gather_dtype``, matrices and stacks of matrices are quantized
+for the gather, and compute uses the quantized values.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 class Precision:
     """``param_dtype``: dtype of the compute weights; ``None`` keeps the main weights' dtype.
 
-    ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` takes ``param_dtype``'s, as in
-    PyTorch's ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches
-    and that the optimizer reads; ``None`` takes the main weights'. ``main_dtype``: dtype of trainable weights at rest,
-    to which narrower and wider ones are cast once, when they are sharded; float32 leaves float64 ones as they are, and
-    ``None`` all. All are names; ``of`` takes dtypes too. Raises ``ValueError`` for another dtype, or
-    float64 without x64.
+    ``reduce_dtype``: dtype in which gradients are summed over the ranks; ``None`` uses ``param_dtype``, as in PyTorch's
+    ``MixedPrecisionPolicy``. ``grad_dtype``: dtype of the gradients that are accumulated over microbatches and that the
+    optimizer reads; ``None`` uses the main weights' dtype. ``main_dtype``: dtype of trainable weights at rest, to which
+    weights are cast once, when they are sharded; float32 keeps float64 weights, and ``None`` keeps all. All are names;
+    ``of`` accepts dtypes, too. Raises ``ValueError`` for another dtype, or float64 without x64.
     """
 
     param_dtype: str | None = None
@@ -67,10 +64,10 @@ class Precision:
         return cls(*names)
 
     def of_group(self, dtype: np.dtype, *, trainable: bool, quantized: bool = False) -> GroupDtypes[np.dtype]:
-        """Dtypes of parameters that were given as ``dtype``, and are all ``quantized`` or none.
+        """Dtypes of parameters that were given as ``dtype`` and are either all ``quantized`` or all not.
 
-        Raises ``ValueError`` for float64, which float8 would not be quantized from, and for trainable weights of 16
-        bits, whose gradients are not those of what was quantized.
+        With a ``gather_dtype``, raises ``ValueError`` for float64, from which float8 is not quantized, and for
+        trainable weights of 16 bits, whose gradients would not belong to the quantized values.
         """
         asked = AskedDtypes(
             self.main_dtype, self.param_dtype, self.reduce_dtype, self.grad_dtype, self.gather_dtype
@@ -79,23 +76,23 @@ class Precision:
         if dtypes.gather and (dtypes.main == "float64" or (trainable and dtypes.main != "float32")):
             raise ValueError(
                 f"gather_dtype: expected None for {dtypes.main} main weights, got {dtypes.gather!r}, which quantizes "
-                "float32 ones"
+                "float32 weights"
             )
         return dtypes.translate(jnp.dtype)
 
 
 def update_dtype(main: np.dtype) -> np.dtype:
-    """In which an optimizer of main weights computes, and keeps moments that are not to be rounded."""
+    """The dtype in which an optimizer of main weights computes, and keeps moments that must not be rounded."""
     return np.dtype(optimizer_state.update_dtype(main.name))
 
 
 def is_integer(dtype: np.dtype) -> bool:
-    """Of integers of whole bytes, and bools, which frozen parameters may have; they are cast nowhere."""
+    """True for bools and integers of whole bytes, which only frozen parameters may have; they are never cast."""
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits >= 8)
 
 
 def _name(dtype: Any) -> Any:
-    # A string stays as it is, since NumPy takes "f4" and the like for names, and a policy does not.
+    # A string stays unchanged, since NumPy accepts names such as "f4", but a policy does not.
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:

@@ -1,19 +1,17 @@
-"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each
-row.
+"""Additional arrays of an optimizer's state if moments have one scale per row.
 
-Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32
-moments. Of a flat group there are then up to three arrays for each moment, all cut over devices as
-the weights are::
+Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32 moments. A flat
+group then has up to three arrays for each moment, all cut over devices like the weights::
 
     rank                              |------- 0 -------|------- 1 -------|
     weights                           |a0a0a0a1a1a1b.b.b|b.b.c0c0c0c1c1c1.|      a, c: scaled, b: a vector
-    "layers/0 (scaled)"   low prec.   |q q q q q q . . .|. . q q q q q q .|      as the weights are, b left out
-    "layers/0 (scales)"   float32     |s0 s1|s0 s1|                              one for each row
+    "layers/0 (scaled)"   low prec.   |q q q q q q . . .|. . q q q q q q .|      like the weights, without b
+    "layers/0 (scales)"   float32     |s0 s1|s0 s1|                              one per row
     "layers/0 (unscaled)" float32     |b b b|b b .|                              elements of b
 
-In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long
-as the rank with most rows needs it. Of the pjit engine's arrays only the scales are apart:
-``"layers/0/kernel (scales)"``.
+In the latter two, a rank has its own rows in order, in one part per buffer of the layout; the rank with the most rows
+determines the length of a part. In the pjit engine, only the scales are separate arrays: ``"layers/0/kernel
+(scales)"``.
 """
 
 from __future__ import annotations
@@ -39,12 +37,13 @@ _SCALE = np.dtype(np.float32)
 
 
 def is_scaled(group: Group, path: str) -> bool:
-    """Whether the rows of a parameter, of a stack of one layer's, have several elements."""
+    """Whether the rows of a parameter (in a stack, of one layer) have several elements."""
     return rows_of(group.layer_shape(path))[0] > 1
 
 
 def row_arrays(group: Group) -> Mapping[str, Stored]:
-    """The arrays by key that scaled moments of a group may have besides or in place of those like the weights."""
+    """By key, the arrays that scaled moments of a group may have in addition to or instead of arrays like the
+    weights."""
     scaled = [path for path in group.paths if is_scaled(group, path)]
     if isinstance(group, LogicalGroup):
         return {path + SCALES: scales_of(group.stored[path]) for path in scaled}
@@ -59,7 +58,7 @@ def row_arrays(group: Group) -> Mapping[str, Stored]:
 
 
 def scales_of(array: LogicalArray) -> LogicalArray:
-    """The scales of a parameter that is one array."""
+    """The scales of a parameter that is a separate array."""
     last = len(array.shape) - 1
     return replace(
         array,
@@ -72,7 +71,7 @@ def scales_of(array: LogicalArray) -> LogicalArray:
 
 @dataclass(frozen=True)
 class ScaledPart:
-    """The scaled parameters of a flat group, each where its weights are; zeros where others are."""
+    """The scaled parameters of a flat group, at the positions of their weights, with zeros for other parameters."""
 
     group: FlatGroup
 
@@ -114,7 +113,7 @@ class ScaledPart:
 
 @dataclass(frozen=True)
 class RowArray:
-    """A number for each row of a flat group's parameters that are ``scaled``, or that are not."""
+    """One number per row for the scaled parameters of a flat group, or values of the unscaled ones (see ``scaled``)."""
 
     group: FlatGroup
     scaled: bool
@@ -125,7 +124,7 @@ class RowArray:
 
     @cached_property
     def rows(self) -> int:
-        """How many a shard has."""
+        """The number of rows in a shard."""
         return sum(self._most)
 
     @property
@@ -143,12 +142,13 @@ class RowArray:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where the part of each buffer starts in a shard."""
+        """The start of each buffer's part in a shard."""
         return (0, *accumulate(self._most))[:-1]
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
-        """By slot, where its rows start on the first rank that has some; on the others it is first in its buffer."""
+        """By slot, the start of its rows on the first rank that has some; on other ranks the slot is first in its
+        buffer."""
         layout, starts = self.group.layout, dict[str, int]()
         for buffer, start in enumerate(self.starts):
             for rank in range(layout.num_shards):
@@ -168,7 +168,7 @@ class RowArray:
 
     def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
         for path, offsets, sizes, where in self._boxes(index):
-            # Each part of rows that are cut over a model axis has their scales.
+            # If rows are cut over a model axis, each part repeats their scales.
             repeated = self.scaled and offsets[-1] > 0
             yield BufferSlice(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes), repeated)
 
@@ -181,7 +181,7 @@ class RowArray:
     def _boxes(
         self, index: Index
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]:
-        """As those of the group, with the place of the rows' numbers, and sizes of one column for scales."""
+        """The group's boxes with the positions of the rows' numbers; for scales, with sizes of one column."""
         size = self.group.layout.shard_size
         shard = (index[-1].start or 0) // self.rows
         whole = (*index[:-1], slice(shard * size, (shard + 1) * size))
@@ -190,7 +190,7 @@ class RowArray:
             if path not in self._own:
                 continue
             assert isinstance(elements, slice)
-            # The first box of a slot on a rank says where its rows start.
+            # The first box of a slot on a rank determines the start of its rows.
             key = (path, *layer)
             start = ends.get(key, self._start(path, elements))
             sizes = self._of_scale(sizes, 1)
@@ -201,7 +201,7 @@ class RowArray:
         layout = self.group.layout
         slot = self._own[path]
         buffer = layout.shard_slices[slot.buffer].start
-        # What starts within the first rank's shard is there; the rest of a slot starts a shard.
+        # On the slot's first rank the rows start at its offset; on later ranks the slot starts the shard.
         first = slot.offset % layout.shard_sizes[slot.buffer]
         return self.first_rows[slot.name] if elements.start - buffer == first else self.starts[slot.buffer]
 
@@ -210,12 +210,12 @@ class RowArray:
 
     @cached_property
     def _most(self) -> tuple[int, ...]:
-        """For each buffer, the rows of the rank that has most of them."""
+        """For each buffer, the largest number of rows on any rank."""
         names = {slot.name for slot in self._own.values()}
         return tuple(map(int, self.group.layout.rows_by_shard(names).max(1)))
 
     def _held(self, rank: int, buffer: int) -> Iterator[tuple[str, int]]:
-        """Slots and numbers of rows, by offset."""
+        """Slots and their numbers of rows, in the order of offsets."""
         layout = self.group.layout
         for part in layout.parts(rank, buffer):
             slot = layout.slots[part.number]
@@ -224,6 +224,6 @@ class RowArray:
 
     @cached_property
     def _own(self) -> Mapping[str, Slot]:
-        """Parameters that have rows in the array, and their slots."""
+        """The parameters with rows in the array, and their slots."""
         pairs = zip(self.group.paths, self.group.layout.slots, strict=True)
         return {path: slot for path, slot in pairs if is_scaled(self.group, path) == self.scaled}

@@ -1,5 +1,4 @@
-"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train
-state.
+"""The sharding plan of a model: its units, their parameter groups, and the arrays of a train state.
 
 ::
 
@@ -14,8 +13,7 @@ state.
                 trainable, replicated      "layers/2 (replicated)"
     ""          trainable                  ""
 
-With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by
-its path.
+In the shard_map engine a group is one flat array; in the pjit engine each parameter is an array, by its path.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.callers import warn_caller
 from bridge.core.sharding import Layout, Strategy
 from bridge.core.sharding.policy.recompute import Recompute
+from bridge.core.views import Viewed
 from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, data_spec, is_simulated
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
@@ -51,7 +50,7 @@ Buffers = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit: its module, strategy, and groups (trainable, then frozen by dtype; those that have parameters)."""
+    """One unit: its module, strategy, and nonempty groups (trainable groups, then frozen groups by dtype)."""
 
     module: UnitModule
     strategy: Strategy
@@ -60,7 +59,7 @@ class UnitPlan:
 
     @property
     def layout(self) -> Layout:
-        """Of the trainable group, or the only one. Raises ``ValueError`` where there is none."""
+        """The layout of the trainable group, or of the only group. Raises ``ValueError`` if there is none."""
         layouts = [group.layout for group in self.groups if hasattr(group, "layout")]
         if not layouts:
             raise ValueError(
@@ -71,7 +70,7 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter as checkpoints see it: ``key`` of the array that it lies in, ``dtype`` of its main weights."""
+    """A parameter as checkpoints see it. ``key``: key of its array; ``dtype``: dtype of its main weights."""
 
     unit: str
     key: str
@@ -81,12 +80,14 @@ class ParamInfo:
 
 
 @dataclass(frozen=True, repr=False)
-class ShardingPlan:
-    """How one model is sharded over one mesh; made by ``fully_shard``, holds no parameters. ``print`` shows a table.
+class ShardingPlan(Viewed):
+    """How one model is sharded over one mesh; ``fully_shard`` makes it. Contains no parameters.
+
+    ``print`` shows a table.
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
-    what is no parameter. ``engine``: "shard_map" or "pjit". ``given_variables``: values of ``variables`` in the model
-    that was sharded; None from ``plan_sharding``. ``prefetch``: see ``runtime/unit/order.py``.
+    variables that are not parameters. ``engine``: "shard_map" or "pjit". ``given_variables``: values of ``variables``
+    in the sharded model; None from ``plan_sharding``. ``prefetch``: see ``runtime/unit/order.py``.
     """
 
     mesh: Mesh
@@ -97,8 +98,9 @@ class ShardingPlan:
     given_variables: Mapping[str, jax.Array] | None = field(default=None, compare=False, repr=False)
     prefetch: int = 0
 
-    def __repr__(self) -> str:
-        return f"<ShardingPlan: {layout_report(self).summary()}>"
+    def summary(self) -> str:
+        """One line."""
+        return layout_report(self).summary()
 
     def __str__(self) -> str:
         return layout_report(self).render(merge=True)
@@ -109,12 +111,12 @@ class ShardingPlan:
 
     @property
     def data_ranks(self) -> int:
-        """How many parts the rows of a batch are cut into: devices, those of a model axis counted once."""
+        """The number of parts into which the rows of a batch are cut: devices, without model axes."""
         return self.axes.shards(self.axes.ndim)
 
     @property
     def variable_specs(self) -> dict[str, PartitionSpec]:
-        """How variables lie on the devices: whole, or cut by rows as a batch is."""
+        """The specs of variables: whole, or cut by rows like a batch."""
         return {path: spec_of(info, self.axes) for path, info in self.variables.items()}
 
     def variable_sharding(self, path: str) -> NamedSharding:
@@ -122,14 +124,14 @@ class ShardingPlan:
 
     @property
     def chained(self) -> bool:
-        """Whether collectives must follow one another, as those of simulated devices must."""
+        """Whether collectives must run one after another, as on simulated devices."""
         return is_simulated(self.mesh)
 
     @property
     def brings_units(self) -> bool:
-        """Whether gradients bring weights from the host's memory unit by unit, not all at once.
+        """Whether the gradient step copies weights from host memory unit by unit, not all at once.
 
-        XLA:TPU copies no pieces of logical arrays between memories, nor of what it cuts over model axes.
+        XLA:TPU cannot copy pieces of logical arrays, or of arrays that it cuts over model axes, between memories.
         """
         return self.engine == "shard_map" and not self.model_axes.names
 
@@ -153,7 +155,7 @@ class ShardingPlan:
 
     @cached_property
     def row_arrays(self) -> Mapping[str, Stored]:
-        """Arrays that an optimizer's state has where moments have a scale for each row (``row_arrays.py``)."""
+        """Arrays of an optimizer's state if moments have one scale per row (``row_arrays.py``)."""
         groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
         scales = {
             path + SCALES: scales_of(self.logical[path])
@@ -188,7 +190,8 @@ class ShardingPlan:
 
     @cached_property
     def whole_parameters(self) -> tuple[str, ...]:
-        """Those that a strategy shards, but that are whole on every device: where the pjit engine cannot cut."""
+        """Parameters that a strategy shards but that every device holds whole, because the pjit engine cannot cut
+        them."""
         groups = [group for unit in self.units.values() for group in unit.groups]
         cut = {path for g in groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
         return tuple(
@@ -199,7 +202,7 @@ class ShardingPlan:
 
     @cached_property
     def logical(self) -> Mapping[str, LogicalArray]:
-        """How the moments of an optimizer lie that sees parameters, by path (``optimizer/logical.py``)."""
+        """By path, how the moments are sharded for an optimizer that gets parameters (``optimizer/logical.py``)."""
         arrays = {}
         for unit in self.units.values():
             for group in unit.groups:
@@ -212,12 +215,13 @@ class ShardingPlan:
         return MappingProxyType(arrays)
 
     def sharding(self, key: str) -> NamedSharding:
-        """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
+        """The sharding of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its
+        path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
 
     @property
     def data_specs(self) -> dict[str, PartitionSpec]:
-        """How the arrays lie on the data-parallel axes, on which a step is manual."""
+        """The specs of the arrays on the data-parallel axes, on which a step is manual."""
         return {key: data_spec(stored.spec) for key, stored in self.arrays.items()}
 
     @property
@@ -238,7 +242,8 @@ class ShardingPlan:
         return self.logical[key]
 
     def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
-        """The key under which ``buffers`` have the parameter: its array's, or its own path; None if they lack it."""
+        """The key of the parameter in ``buffers``: its array's key, or its own path; None if they lack the
+        parameter."""
         own = self.parameters[path].key
         keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES, path + SCALES)
         return next(
@@ -246,17 +251,18 @@ class ShardingPlan:
         )
 
     def tensor_shape(self, key: str, path: str) -> tuple[int, ...] | None:
-        """The shape of what the array ``key`` has of a parameter, None where it has nothing."""
+        """The shape of a parameter's data in the array ``key``; None if there is none."""
         return self.stored(key).tensor_shape(path, self.parameters[path].shape)
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
-        """The key of the array that ``leaf`` at the tree path ``path`` is, and the path without that key.
+        """The key of the plan's array to which ``leaf`` at tree path ``path`` corresponds, and the path without that
+        key.
 
-        None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys. The state
-        of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
+        None for other leaves. Weights are a dictionary by key, and optimizer states keep these keys. The state of an
+        optimizer that gets parameters keeps the model's tree, so there the key is a parameter's path.
         """
         names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-        # The longest name of a parameter, and of equally long ones the innermost.
+        # The longest matching name of a parameter; among equally long ones, the innermost.
         spans = sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: (s[0] - s[1], -s[0]))
         matches = ((*span, "/".join(names[slice(*span)])) for span in spans)
         first, last, parameter = next(
@@ -267,12 +273,11 @@ class ShardingPlan:
             ),
             (0, 0, ""),
         )
-        # The innermost key that is known: an optimizer may label arrays with names of its own,
-        # further out or in.
+        # The innermost known key: an optimizer may add its own labels outside or inside.
         for i in reversed([i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]):
             key = path[i].key
-            # Not the unit's part of a parameter's path: the array of the unit "head" may have the
-            # shape of the parameter "head/bias".
+            # Skip the unit's part of a parameter's path: the array of the unit "head" may have the same shape as the
+            # parameter "head/bias".
             within_path = first <= i < last and last - first > 1
             if not within_path and any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
@@ -281,9 +286,9 @@ class ShardingPlan:
         return (parameter, (*path[:first], *path[last:])) if last else None
 
     def local_pieces(self, key: str, array: jax.Array) -> Iterator[BufferSlice]:
-        """The pieces of parameters that this process holds in the array ``key``, a device at a time.
+        """The pieces of parameters that this process holds in the array ``key``, one device at a time.
 
-        Nothing is gathered. Over all processes every element comes exactly once (of replicas, the first).
+        Nothing is gathered. Over all processes, every element occurs exactly once (from its first replica).
         """
         stored = self.stored(key)
         self.check_array(key, array)
@@ -293,10 +298,10 @@ class ShardingPlan:
                 yield from (piece for piece in pieces if not piece.repeated)
 
     def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
-        """The array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for each addressable shard's
-        boxes.
+        """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for the boxes of each
+        addressable shard.
 
-        ``dtype``: default the main dtype, to which values are cast.
+        ``dtype``: values are cast to this dtype, by default the main dtype.
         """
         stored = self.stored(key)
         target = stored.dtype if dtype is None else np.dtype(dtype)
@@ -304,8 +309,7 @@ class ShardingPlan:
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
             index = index or ()
-            # Replicas of a shard are asked for one after another, so that one shard is remembered,
-            # not all.
+            # JAX asks for the replicas of a shard one after another, so only one shard is remembered.
             if repr(index) not in last:
                 last.clear()
                 last[repr(index)] = stored.shard(index, target, read)
@@ -320,13 +324,13 @@ class ShardingPlan:
         return self._seen[key]
 
     def check_array(self, key: str, array: jax.Array) -> None:
-        """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values.
+        """Raise ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and was not donated.
 
-        It may lie in any kind of memory.
+        Any kind of memory is allowed.
         """
         shape, sharding = self._at_rest(key)
         check_not_donated(f"array {key!r}", array)
-        # While a program is traced, arrays have no places yet.
+        # Traced arrays have no sharding yet.
         traced = isinstance(array, jax.core.Tracer)
         if array.shape != shape or not (
             traced
@@ -341,11 +345,11 @@ class ShardingPlan:
     def merge(
         self, parameters: Mapping[str, jax.Array], variables: Mapping[str, jax.Array] | None = None
     ) -> nnx.Module | Tree:
-        """The logical model with ``{path: value}`` as its parameters, and as its other variables if it has any.
+        """The logical model with ``{path: value}`` for its parameters and its other variables.
 
-        Of a model with other variables ``unshard(plan, state)`` has both in one mapping. Where they are given nowhere,
-        they are those of the model that ``fully_shard`` got, with a warning where training changes them (batch
-        statistics). Raises ``ValueError`` for missing or unknown paths.
+        ``unshard(plan, state)`` returns parameters and other variables in one mapping. Without values, the variables
+        are those of the model that ``fully_shard`` got, with a warning if training changes them (batch statistics).
+        Raises ``ValueError`` for missing or unknown paths.
         """
         if variables is None:
             others = {path: parameters[path] for path in self.variables if path in parameters}
@@ -365,7 +369,7 @@ class ShardingPlan:
                 )
                 raise ValueError(
                     f"expected values for exactly the model's {what}; missing {missing}, unexpected {unexpected}"
-                    + (": unshard(plan, state) gives all" if what != "parameters" else "")
+                    + (": unshard(plan, state) returns all" if what != "parameters" else "")
                 )
         merged = self.model.merge(
             [parameters[path] for path in self.parameters],
@@ -378,7 +382,7 @@ class ShardingPlan:
         changing = [path for path, info in self.variables.items() if not issubclass(info.cls, nnx.RngState)]
         if changing:
             warn_caller(
-                f"plan.merge: {changing[:3]} have the values of the model that was sharded, which training changes: "
-                "plan.merge(unshard(plan, state)) has the state's",
+                f"plan.merge: {changing[:3]} have the values of the original model, although training changes them: "
+                "plan.merge(unshard(plan, state)) uses the state's values",
                 RuntimeWarning,
             )

@@ -1,4 +1,4 @@
-"""An array of a train state, as either engine has it, and the boxes of parameters that lie in it."""
+"""An array of a train state, in either engine, and the boxes of parameters in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
 class BufferSlice(NamedTuple):
     """A box of one parameter, in its global coordinates, with its values (shape ``sizes``).
 
-    ``repeated``: whether another device has the same, in a shard that is no replica.
+    ``repeated``: whether another device has the same box in a shard that is not a replica.
     """
 
     path: str
@@ -25,7 +25,7 @@ class BufferSlice(NamedTuple):
 
 
 def read_box(read: Read, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
-    """A box's values; raises ``ValueError`` for those of another shape than ``sizes``."""
+    """A box's values; raises ``ValueError`` if their shape is not ``sizes``."""
     values = np.asarray(read(path, offsets, sizes))
     if values.shape != sizes:
         raise ValueError(
@@ -35,7 +35,7 @@ def read_box(read: Read, path: str, offsets: tuple[int, ...], sizes: tuple[int, 
 
 
 class Stored(Protocol):
-    """An array of a train state, and which parts of parameters lie where in it. ``index`` as in ``jax.Shard.index``."""
+    """An array of a train state, and the positions of parameters in it. ``index`` as in ``jax.Shard.index``."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,13 +45,13 @@ class Stored(Protocol):
     def spec(self) -> PartitionSpec: ...
     @property
     def layers(self) -> int | None:
-        """Of a stack whose layers come one after the other in a shard, or None."""
+        """The layers of a stack, if they come one after another in a shard; else None."""
 
     def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of what it has of a parameter of ``shape``; None where it has nothing."""
+        """The shape of this array's data for a parameter of ``shape``; None if it has none."""
 
     def numel(self, index: tuple[slice, ...]) -> int:
-        """Elements of parameters in a shard."""
+        """Number of parameter elements in a shard."""
 
     def pieces(self, index: tuple[slice, ...], values: np.ndarray) -> Iterator[BufferSlice]:
         """A shard's values as boxes of parameters."""

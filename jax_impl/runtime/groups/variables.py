@@ -1,22 +1,20 @@
-"""Variables of a model that are no parameters: batch statistics, random streams, counters, caches.
+"""Variables of a model that are not parameters: batch statistics, random streams, counters, caches.
 
-They are whole on every device, but for those that have a row for each row of the batch. Within a
-step each device has its own: statistics of its own rows, and random numbers of its own, because its
-number is folded into every random key. In the shard_map engine there is one value again after a
-step, by the variable's rule::
+Every device holds them whole, except variables with one row per row of the batch. Within a step each device has its own
+values: statistics of its own rows, and its own random numbers, because its index is folded into every random key. After
+a step, the shard_map engine combines the values by the variable's rule::
 
-    rule      one value from several                          variables that have it unless told
+    rule      one value from several                          default for
     mean      mean over the devices                           nnx.BatchStat
-    sum       the value before, and what all devices added
-    max       the largest of all devices
+    sum       the old value plus all devices' increments
+    max       the largest over all devices
     rows      each device keeps its rows, as of a batch       nnx.Cache with rows that the devices divide
-    none      devices must have the same                      all others: counters, flags
+    none      devices must have equal values                  all others: counters, flags
 
-``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what
-it was before. A variable without a rule that comes from rows of the batch is refused before
-anything is compiled, and so are a "sum" of anything but the value before and what does not depend
-on it, "rows" of another number than the batch's that are read, and a count by ``x.shape[0]``, which
-is that of one device's rows. The pjit engine sees all rows, so nothing is put together.
+``fully_shard(..., variables={"codebook/counts": "sum"})`` sets a rule. A step does not change random keys. Four things
+are refused before anything is compiled: a variable without a rule that depends on rows of the batch; a "sum" that is
+not the old value plus a term independent of it; "rows" that are read and whose number does not fit the batch; and a
+count by ``x.shape[0]``, which counts only one device's rows. The pjit engine sees all rows, so it combines nothing.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ _NEEDED: Mapping[str, tuple[Any, str]] = {
 
 
 def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) -> dict[str, VariableInfo]:
-    """The variables with their rules. ``asked``: rules by pattern of paths, or type; the last that matches counts.
+    """The variables with their rules. ``asked``: rules by pattern of paths, or by type; the last match counts.
 
-    ``stacks``: paths of modules with a leading axis over layers. ``ranks``: into how many parts rows are cut.
-    Raises ``ValueError`` for another rule, for a key that matches nothing, and for rows that ``ranks`` does not divide;
-    ``TypeError`` for a key that is neither pattern nor type.
+    ``stacks``: paths of modules with a leading axis over layers. ``ranks``: the number of parts into which rows are
+    cut. Raises ``ValueError`` for an unknown rule, for a key that matches nothing, and for rows that ``ranks`` does not
+    divide; ``TypeError`` for a key that is neither a pattern nor a type.
     """
     chosen: dict[str, str] = {}
     for key, name in asked.items():
@@ -95,12 +93,12 @@ def _usual(info: VariableInfo, divides: bool) -> str | None:
         return "mean"
     if issubclass(info.cls, nnx.Cache) and divides:
         return "rows"
-    # Streams are drawn from as often on all devices, or only some draw from them.
+    # All devices draw from a stream equally often, or only some devices draw from it.
     return "max" if issubclass(info.cls, nnx.RngState) else None
 
 
 def spec_of(info: VariableInfo, axes: DataParallelMesh) -> PartitionSpec:
-    """How a variable lies on the devices."""
+    """The spec of a variable."""
     return PartitionSpec(*[None] * info.rows, *axes.batch_spec) if info.rule == "rows" else PartitionSpec()
 
 
@@ -110,26 +108,26 @@ def check_variables(
     axes: DataParallelMesh,
     with_more_rows: Callable[[], Any] | None,
 ) -> None:
-    """Raises ``ValueError`` where a rule cannot make one value of what a traced step leaves on each device.
+    """Raise ``ValueError`` if a rule cannot combine the values that a traced step leaves on each device.
 
-    ``with_more_rows``: gives the jaxpr of the step for more rows; None where a step sees the rows of all devices.
+    ``with_more_rows``: returns the jaxpr of the step for more rows; None if a step sees the rows of all devices.
     """
     for path, value in after.items():
         info = infos[path]
         if info.rule is None and value.axes:
             raise ValueError(
                 f"variable {path!r} ({info.cls.__name__}): expected the same value on all devices, or a rule that "
-                "makes one of theirs, got a value that depends on rows of the batch and no rule: say "
-                f"fully_shard(..., variables={{{path!r}: 'mean'}}), or 'sum' (of what rows add), 'max' or 'rows' (a "
-                f"row for each of the batch); or make it the same in the model (jax.lax.psum(x, {axes.names[::-1]!r}))"
-                "; or use engine='pjit'"
+                "combines the devices' values, got a value that depends on rows of the batch and no rule: use "
+                f"fully_shard(..., variables={{{path!r}: 'mean'}}), or 'sum' (of the increments from rows), 'max' or "
+                "'rows' (one row per row of the batch); or make the value equal in the model "
+                f"(jax.lax.psum(x, {axes.names[::-1]!r})); or use engine='pjit'"
             )
         if info.rule == "sum" and value.base != path:
             raise ValueError(
-                f"variable {path!r}: rule 'sum': expected the value before and what the batch adds to it, got a value "
-                "that depends on the one before in another way, such as decay * counts + batch_counts: sum what comes "
-                f"from the batch over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
-                "leave the rule out; or use engine='pjit'"
+                f"variable {path!r}: rule 'sum': expected the old value plus an increment from the batch, got a value "
+                "that depends on the old value in another way, such as decay * counts + batch_counts: sum the "
+                f"batch's part over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
+                "remove the rule; or use engine='pjit'"
             )
     if with_more_rows is not None:
         _check_row_counts(infos, after, axes, with_more_rows)
@@ -138,7 +136,7 @@ def check_variables(
 def _check_row_counts(
     infos: Infos, after: Mapping[str, DeviceValue], axes: DataParallelMesh, with_more_rows: Callable[[], Any]
 ) -> None:
-    """Raises ``ValueError`` where a variable without a rule takes the number of a device's rows for that of all."""
+    """Raise ``ValueError`` if a variable without a rule uses one device's number of rows as the number of all rows."""
     counters = [
         path for path, value in after.items() if infos[path].rule is None and value.numbers and not value.same
     ]
@@ -147,34 +145,35 @@ def _check_row_counts(
     try:
         later, _ = variables_after(with_more_rows())
     except Exception:
-        # The model takes this number of rows only, so no other number can be traced.
+        # The model accepts only this number of rows, so no other number can be traced.
         return
     for path in counters:
         if after[path].numbers != later[path].numbers:
             raise ValueError(
                 f"variable {path!r} ({infos[path].cls.__name__}): expected a change that does not depend on the "
                 "number of rows, or that comes from the rows of all devices, got a change that depends on the number "
-                "of rows of one device, which x.shape[0] is inside of a step: count the rows of all devices by "
+                "of rows of one device, which is x.shape[0] inside a step: count the rows of all devices by "
                 f"jax.lax.psum(jnp.sum(jnp.ones_like(x[:, 0])), {axes.names[::-1]!r}); or use engine='pjit'"
             )
 
 
 def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
-    """Raises ``ValueError`` for variables with rule "rows" that are no rows of the ``rows`` of a call of the loss."""
+    """Raise ``ValueError`` for variables with rule "rows" that do not fit the number of ``rows`` in a call of the
+    loss."""
     for path in sorted(read):
         info = infos[path]
         if info.rule == "rows" and info.shape[info.rows] % rows:
             raise ValueError(
-                f"variable {path!r} ({info.cls.__name__}): rule 'rows', by which each device has a part of it: "
-                f"expected rows for the {rows} rows of the batch, got shape {info.shape}: where all rows share it, say "
-                f"fully_shard(..., variables={{{path!r}: 'max'}}), which leaves it whole on each device; or use "
-                "engine='pjit'"
+                f"variable {path!r} ({info.cls.__name__}): rule 'rows', which gives each device a part of the "
+                f"variable: expected rows for the {rows} rows of the batch, got shape {info.shape}: if all rows share "
+                f"the variable, use fully_shard(..., variables={{{path!r}: 'max'}}), which keeps it whole on each "
+                "device; or use engine='pjit'"
             )
 
 
 def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
-    """Inside ``shard_map``: what this device starts a step with."""
-    # Folded in, or all devices would drop out the same elements of their rows.
+    """Inside ``shard_map``: the values with which this device starts a step."""
+    # Fold in the rank, or all devices would drop the same elements of their rows.
     rank = lax.axis_index(axes.names[::-1])
     return {
         path: jax.vmap(lambda key: jax.random.fold_in(key, rank))(value.reshape(-1)).reshape(value.shape)
@@ -191,7 +190,7 @@ def of_all_devices(
     axes: DataParallelMesh,
     last: T,
 ) -> tuple[Variables, T]:
-    """One value for all devices from each device's; the collectives wait for ``last`` and then for each other."""
+    """Combine each device's values into one; the collectives wait for ``last`` and then for each other."""
     merged: Variables = {}
     for path, value in after.items():
         rule = infos[path].rule
@@ -200,8 +199,7 @@ def of_all_devices(
         elif rule in (None, "rows"):
             merged[path] = value
         else:
-            # Before and after: the collective waits for the one before, and what comes next waits
-            # for it.
+            # Fences before and after: the collective waits for the previous one, and the next one waits for this one.
             value, last = fence((value, last))
             merged[path], last = fence((_merged(rule, before[path], value, axes.names), last))
     return merged, last

@@ -1,13 +1,12 @@
-"""One level of a traced program: transfers and loops in their order, each told when it may start.
+"""One level of a traced program: transfers and loops in order, each with a gate for its start.
 
-``pipeline.py`` says what for. A level is a program without the bodies of its loops, or one pass of
-a loop. The first gather and the last reduction of a loop's body move. The body's equations are
-evaluated in four parts::
+``pipeline.py`` explains the purpose. A level is a program without the bodies of its loops, or one iteration (pass) of a
+loop. The first gather and the last reduction of a loop's body move. The body's equations are evaluated in four parts::
 
-    early     slices and casts of what the loop is over    for the next pass, before its gather
-    gather    the first one                                for the next pass
-    middle    all but the gather and what is late          for this pass
-    late      the last reduction and what is made of it    for the pass before
+    early     slices and casts of the loop's inputs        for the next pass, before its gather
+    gather    the first gather                             for the next pass
+    middle    everything except gather and late            for this pass
+    late      the last reduction and its uses              for the previous pass
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from jax_impl.runtime.program.traced import (
     whole,
 )
 
-# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for
-# the one before. One operand is True then, the gate.
+# A unit's gather waits for its own input, or, if ahead, for the input of the previous unit; a reduction waits for the
+# previous reduction. One operand, the gate, is then True.
 GATHER, GATHER_AHEAD, REDUCE = "twinshard_gather", "twinshard_gather_ahead", "twinshard_reduce"
-# In place of a gather, of weights that are there.
+# Replaces a gather of weights that are already present.
 KEPT = "twinshard_kept"
 GATHERS = (GATHER, GATHER_AHEAD, KEPT)
 TRANSFERS = (*GATHERS, REDUCE)
@@ -48,9 +47,9 @@ TRANSFERS = (*GATHERS, REDUCE)
 
 @dataclass(frozen=True)
 class Parts:
-    """``gather``: None where none moves; ``late`` is empty where no reduction does.
+    """``gather``: None if no gather moves; ``late`` is empty if no reduction moves.
 
-    waiting: variables that ``late`` needs. stacked: places of late results among those that the loop stacks.
+    waiting: variables that ``late`` needs. stacked: positions of late results among the loop's stacked results.
     """
 
     early: Sequence[Any]
@@ -62,10 +61,11 @@ class Parts:
 
     @staticmethod
     def of(jaxpr: Any, constants: int, carries: int, *, reductions: bool) -> Parts:
-        """Of a body whose first inputs are constants, and then what it carries. ``reductions``: whether they move."""
+        """Split a body whose inputs are constants, then carries, then slices. ``reductions``: whether reductions
+        move."""
         equations = list(jaxpr.eqns)
-        # The next pass's gather must not start before the last unit of this pass, which is in a
-        # loop of its own; and random keys cannot be stacked here as scan does it.
+        # The next pass's gather must not start before the last unit of this pass, which is in a nested loop. And this
+        # file cannot stack random keys as scan does.
         nested = any(e.primitive.name == "scan" and holds(e, TRANSFERS) for e in equations)
         keys = any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in jaxpr.outvars)
         if nested or keys:
@@ -80,19 +80,19 @@ class Parts:
 
 
 def sources_of(gather: Any) -> list[Any]:
-    """What a gather gathers."""
+    """The inputs that a gather gathers."""
     return operands(v for v in gather.invars if not is_gate(v))
 
 
 def with_gate(transfer: Any, values: Sequence[Any], gate: Any) -> list[Any]:
-    """The values of a transfer's operands, with another gate."""
+    """The values of a transfer's operands with another gate."""
     return [gate if is_gate(v) else value for v, value in zip(transfer.invars, values, strict=True)]
 
 
 def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any], Any]:
-    """The first gather and what is evaluated for its weights; None for one that depends on what is carried."""
+    """The first gather and the equations for its weights; None if the gather depends on carried values."""
     gather = next((e for e in equations if mark_of(e) in GATHERS), None)
-    # Kept weights and gathers ahead need a unit of the same pass before them.
+    # Kept weights and gathers ahead need an earlier unit in the same pass.
     if gather is None or mark_of(gather) != GATHER:
         return [], None
     wanted, early = set(sources_of(gather)), []
@@ -100,14 +100,14 @@ def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any
         if not wanted.isdisjoint(equation.outvars):
             wanted.update(operands(equation.invars))
             early.append(equation)
-    # Equations that are evaluated twice must have no effects: a callback would run twice a pass.
+    # Equations that are evaluated twice must have no effects: a callback would run twice per pass.
     if not wanted.isdisjoint(carried) or any(equation.effects for equation in early):
         return [], None
     return early[::-1], gather
 
 
 def _last_reduction(equations: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
-    """The last reduction and all that needs it; nothing where the next pass does."""
+    """The last reduction and everything that needs it; empty if the next pass needs it."""
     number = max((i for i, e in enumerate(equations) if mark_of(e) == REDUCE), default=None)
     if number is None:
         return []
@@ -130,8 +130,7 @@ def _needed(equations: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(v for v in needed if v not in made))
 
 
-# Of a scan: its equation and operands, and ``gate`` and ``reduced`` of the level, before it and
-# after it.
+# Runs a scan: takes its equation, operands, and the level's ``gate`` and ``reduced``; returns results and the new two.
 Gate = jax.Array | None
 Scan = Callable[[Any, Values, Gate, Gate], tuple[Values, Gate, Gate]]
 
@@ -141,11 +140,12 @@ class Ways:
     """How a program is written.
 
     chained: see ``Order``.
-    forward: the function has no backward, so that each gather may wait for the input of the unit before.
-    reductions: move them, too. Not where XLA makes them of a sharding: those run where the gradient is computed.
-    row_major: what a loop stacks has the memory layout of its dimensions' order. XLA:GPU chooses others for a loop and
-        for the one in backward, and copies all of it from one to the other. TPUs have tiles, and sharded programs lose
-        the shardings of what has a layout.
+    forward: the function has no backward, so each gather may wait for the input of the previous unit.
+    reductions: move reductions, too. Reductions that XLA derives from a sharding do not move: they run where the
+        gradient is computed.
+    row_major: a loop's stacked results have the row-major memory layout. XLA:GPU would choose different layouts for a
+        loop and its backward loop, and copy everything from one to the other. Not for TPUs, which use tiles, nor for
+        sharded programs, in which arrays with a layout lose their sharding.
     """
 
     chained: bool = False
@@ -157,8 +157,8 @@ class Ways:
 class Level:
     """A program without the bodies of its loops.
 
-    gate: a scalar, True when the gather after the last one may start. reduced: True when the last reduction is done.
-    stale: what in the traced program does not know of the loop before, and has to wait for these two instead.
+    gate: a scalar, True when the next gather may start. reduced: a scalar, True when the last reduction is done.
+    stale: transfers whose traced gates do not know the previous loop, so they wait for these two instead.
     """
 
     def __init__(self, ways: Ways, scan: Scan) -> None:
@@ -188,13 +188,12 @@ class Level:
     def _run_special(self, equation: Any, values: Values) -> Values:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if primitive == "optimization_barrier":
-            # Bound anew, not evaluated with its neighbours: the barrier is the moment at which a
-            # moved transfer is waited for, and gets a gate of its own there.
+            # The barrier is rebuilt, not evaluated with its neighbours: at this barrier the program waits for a moved
+            # transfer, and the barrier gets its own gate.
             return self._barrier(operands(equation.invars), list(lax.optimization_barrier(values)))
         if primitive == "scan":
             results, self.gate, self.reduced = self._scan(equation, values, self.gate, self.reduced)
-            # A loop that stays as it is ends with transfers that nothing is known of, and that
-            # nothing runs during.
+            # A loop that stays unchanged ends with unknown transfers, during which nothing runs.
             moved = [(GATHERS, self.gate), ((REDUCE,), self.reduced)]
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
@@ -203,7 +202,7 @@ class Level:
         else:
             self._gathered = equation.outvars
         if not self.ways.chained and (mark in self.stale or self.ways.forward):
-            # The gate that was traced knows nothing of the loop before, whose transfers have moved.
+            # The traced gate does not know the previous loop, whose transfers have moved.
             last = self.reduced if mark == REDUCE else self.gate
             values = values if last is None else with_gate(equation, values, last)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
@@ -211,7 +210,7 @@ class Level:
 
     def _barrier(self, taken: Sequence[Any], values: Values) -> Values:
         if any(v in self._reduced for v in taken):
-            # True when what this barrier lets through is there, which is the reduction.
+            # True when the values that pass this barrier, including the reduction, are present.
             *values, self.reduced = fence([*values, jnp.array(True)])
             self._reduced = ()
         if any(v in self._gathered for v in taken):
@@ -220,16 +219,16 @@ class Level:
         return values
 
     def _open_gate(self, values: Values) -> Values:
-        """What a barrier lets through when a gather is done and its unit's input is there."""
+        """The values that pass a barrier when a gather is done and its unit's input is present."""
         *values, self.gate = fence([*values, jnp.array(True)])
         return values
 
 
 class Pass(Level):
-    """A body without the gather and the reduction that have moved.
+    """A loop's body without the moved gather and the moved reduction.
 
-    done: True when the reductions of the passes before are done that this pass waits for. issue: starts the next pass's
-    gather, after the last one of this pass. ahead: what it returned.
+    done: True when the reductions of earlier passes, for which this pass waits, are done. issue: starts the next pass's
+    gather, after the last gather of this pass. ahead: the result of ``issue``.
     """
 
     def __init__(
@@ -254,12 +253,13 @@ class Pass(Level):
     def _open_gate(self, values: Values) -> Values:
         if self._left:
             return super()._open_gate(values)
-        # ``done`` goes along, so that a pass waits for the reductions of passes before: two layers'
-        # whole gradients exist at once, not one for each layer.
+        # The fence includes ``done``, so that a pass waits for the reductions of earlier passes: whole gradients of
+        # only two layers exist at once, not of every layer.
         *values, self.gate = fence([*values, self._done])
         if self._issue is not None:
             self.ahead = self._issue(self.gate)
             if self.ways.chained:
-                # Simulated devices bear one collective at a time: no gather beside what follows.
+                # Simulated devices support only one collective at a time, so the gather must not overlap with what
+                # follows.
                 values, self.ahead = fence((values, self.ahead))
         return values

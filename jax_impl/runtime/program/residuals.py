@@ -1,18 +1,16 @@
-"""What a function saves for its backward, without constants, and without what elementwise
-operations make of the rest.
+"""A function's residuals for backward, without constants and without arrays that elementwise operations can recompute.
 
-A constant that a function saves, such as the zeros of ``jnp.where``, costs nothing as long as XLA
-may make it where it is used. Behind a barrier it is an array: of all of an activation's elements,
-on every device.
+A saved constant, such as the zeros of ``jnp.where``, costs nothing as long as XLA may create it at its use. Behind a
+barrier the constant is an array with all of an activation's elements, on every device.
 
-JAX saves a softmax's exponentials besides its quotients, and of a gated layer gate, sigmoid and
-product. Alone, XLA fuses elementwise operations into what uses their results, also in backward, and
-keeps no such array. Behind a barrier each is an array. So of what elementwise operations make only
-the origins are saved, and backward makes the rest anew::
+JAX saves both the exponentials and the quotients of a softmax, and the gate, sigmoid and product of a gated layer.
+Without a barrier, XLA fuses elementwise operations into their users, also in backward, and keeps no such array. Behind
+a barrier each of them is an array. So for results of elementwise operations only the origins are saved, and backward
+recomputes the rest::
 
     saved by JAX      exp(scores - max)    sum    exp(scores - max) / sum
     saved             exp(scores - max)    sum
-    made anew         exp(scores - max) / sum
+    recomputed        exp(scores - max) / sum
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax_impl.modules.seal import WITNESSED, inner_program
 from jax_impl.runtime.program.traced import inline_calls, operands
 
-# In all versions of JAX: later ones have primitives of their own for what earlier ones write out,
-# as 1 - x * x.
+# Covers all versions of JAX: later versions have primitives for expressions that earlier versions write out, such as 1
+# - x * x.
 ELEMENTWISE = frozenset([
     "abs", "add", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
     "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
@@ -37,17 +35,17 @@ ELEMENTWISE = frozenset([
     "reduce_precision", "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "cosh", "sqrt",
     "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
 ])  # fmt: skip
-# Of the bytes of an array: how many may be saved instead, with such as the maxima of its rows, and
-# how many may be read to make it anew. Without a limit all layers' outputs would be read for a sum
-# over them.
+# Limits in multiples of an array's bytes: how much may be saved instead (including small arrays such as maxima of its
+# rows), and how much may be read to recompute it. Without a limit, a sum over all layers' outputs would read all
+# outputs.
 _SAVED, _READ = 1.1, 2.5
 
 
 @dataclass(frozen=True)
 class Derived:
-    """``program`` returns results, and then what it saves; ``recipe`` makes what was to be saved.
+    """``program`` returns results, then the arrays that it saves; ``recipe`` computes the original residuals.
 
-    ``recipe`` takes what ``program`` saves, and after that the arguments that backward has.
+    ``recipe`` takes the saved arrays of ``program``, then the arguments that backward has.
     """
 
     program: ClosedJaxpr
@@ -55,7 +53,7 @@ class Derived:
 
 
 def derive(program: ClosedJaxpr, results: int, inputs: int) -> Derived:
-    """``program`` returns so many results, and then what it saves. Backward has its first ``inputs`` arguments."""
+    """``program`` returns ``results`` results, then its residuals. Backward has its first ``inputs`` arguments."""
     program = inline_calls(program)
     jaxpr = program.jaxpr
     wanted = jaxpr.outvars[results:]
@@ -83,7 +81,7 @@ def derive(program: ClosedJaxpr, results: int, inputs: int) -> Derived:
 
 
 class _Found(NamedTuple):
-    """``read``: the origins; ``equations``: the numbers of those between."""
+    """``read``: the origins; ``equations``: the indices of the equations between."""
 
     read: list[Any]
     equations: list[int]
@@ -91,7 +89,7 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Origins:
-    """``made``: the number of the equation that makes a variable."""
+    """``made``: the index of the equation that computes a variable."""
 
     jaxpr: Jaxpr
     made: dict[Any, int]
@@ -101,11 +99,11 @@ class _Origins:
         return cls(jaxpr, {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars})
 
     def place(self, variable: Any) -> int:
-        """Its place in the order of the program."""
+        """The variable's position in the order of the program."""
         return self.made.get(variable, -1)
 
     def find(self, wanted: Iterable[Any], known: Container[Any]) -> _Found:
-        """What elementwise operations make ``wanted`` of: what is ``known``, and what no such operation makes."""
+        """The origins of ``wanted``: ``known`` variables, and variables that no elementwise operation computes."""
         read: dict[Any, None] = {}
         equations: set[int] = set()
         left = list(wanted)
@@ -122,25 +120,25 @@ class _Origins:
 
 def _is_elementwise(equation: Any) -> bool:
     if equation.primitive.name in ("custom_jvp_call", WITNESSED.name):
-        # From JAX 0.12 on exact GELU's derivative has one.
+        # From JAX 0.12 on, the derivative of exact GELU contains one.
         return all(map(_is_elementwise, equation.params["call_jaxpr"].jaxpr.eqns))
     return equation.primitive.name in ELEMENTWISE
 
 
 def _bytes(variables: Iterable[Any]) -> int:
-    # A key of random numbers has a dtype of its own, and few bytes.
+    # A random key has a special dtype, and few bytes.
     return sum(v.aval.size * getattr(v.aval.dtype, "itemsize", 4) for v in variables)
 
 
 def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list[bool]]:
-    """``function(*args)``, and for each leaf of it whether it depends on ``args``."""
+    """``function(*args)``, and for each leaf of the result whether the leaf depends on ``args``."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, depends = _run(program, args)
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), depends
 
 
 def with_derived(function: Callable[..., Any], inputs: int, *args: Any) -> tuple[Any, Saved, list[bool]]:
-    """Of ``function(*args)``, a result and what it saves: both, and which leaves of the result depend on ``args``.
+    """The result of ``function(*args)``, its residuals, and which leaves of the result depend on ``args``.
 
     Backward has the first ``inputs`` arguments.
     """
@@ -156,7 +154,8 @@ def with_derived(function: Callable[..., Any], inputs: int, *args: Any) -> tuple
 
 
 def constants_of(program: ClosedJaxpr) -> list[Any]:
-    """Variables that depend on no input, and are operands of operations that do. JAX moves those out of loops."""
+    """Variables that depend on no input but are operands of operations that do. JAX moves such variables out of
+    loops."""
     jaxpr = inline_calls(program).jaxpr
     known = dict.fromkeys(jaxpr.invars, True)
     constants: dict[Any, None] = {}
@@ -170,7 +169,7 @@ def constants_of(program: ClosedJaxpr) -> list[Any]:
 
 
 def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:
-    # Run the program whose dependence is read: a second trace of the function could differ.
+    # Run the same program whose dependences are read: a second trace of the function could differ.
     leaves = jaxpr_as_fun(program)(*jax.tree.leaves(args))
     return leaves, _outputs(program.jaxpr, [True] * len(program.jaxpr.invars))
 
@@ -179,7 +178,7 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def depends(operand: Any) -> bool:
-        # Literals have a value, and no hash.
+        # Literals have a value but no hash.
         return not hasattr(operand, "val") and known.get(operand, False)
 
     for equation in jaxpr.eqns:
@@ -193,9 +192,9 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Saved:
-    """What a function saves, constants apart. ``varying``: the leaves that depend on its arguments.
+    """A function's residuals, with constants separate. ``varying``: the leaves that depend on its arguments.
 
-    ``recipe``: what makes the leaves of ``tree`` of them; None where they are those.
+    ``recipe``: computes the leaves of ``tree`` from the saved arrays; None if they are the leaves.
     """
 
     varying: list[Any]
@@ -218,7 +217,7 @@ class Saved:
         return cls(varying, constants, structure, tuple(depends), recipe)
 
     def whole(self, *arguments: Any) -> Any:
-        """The tree that was saved. ``arguments``: the arguments that backward has."""
+        """The original tree. ``arguments``: the arguments that backward has."""
         varying, constants = iter(self.varying), iter(self.constants)
         leaves = [next(varying if varies else constants) for varies in self.where]
         if self.recipe is not None:

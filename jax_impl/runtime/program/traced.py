@@ -1,4 +1,4 @@
-"""Parts of a traced program, found by the names of calls and evaluated apart."""
+"""Parts of a traced program, found by the names of calls and evaluated separately."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from jax_impl.modules.seal import inner_program, jaxpr_of
 
 T = TypeVar("T")
 Values = list[Any]
-# Of variables.
+# Values by variable.
 Env = dict[Any, Any]
 
-# What runs a program, and is no call; and what runs one again in backward, by rules of its own.
+# Primitives that run a program but are not calls, or that run a program again in backward, by special rules.
 _NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
 
 
 def mark(name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, whose calls have ``name`` in a traced program. Its first argument is a scalar, true or false."""
+    """``function``, whose calls appear as ``name`` in a traced program. Its first argument is a boolean scalar."""
 
     def call(gate: jax.Array, *args: Any) -> T:
         return function(gate, *args)
 
-    # A call of jit keeps its name where JAX differentiates or batches, and XLA inlines what it
-    # runs.
+    # A call of jit keeps its name when JAX differentiates or batches, and XLA inlines its program.
     call.__name__ = name
     return jax.jit(call)
 
 
 def mark_of(equation: Any) -> str | None:
-    """The name of a call of a ``mark`` function, or of another one like it."""
-    # What JAX moves out of a loop of such a call has its name, too, but no gate.
+    """The name of a call of a ``mark`` function, or of a similar call."""
+    # Parts of such a call that JAX moves out of a loop have its name, too, but no gate.
     if not _is_call(equation) or not any(map(is_gate, equation.invars)):
         return None
     name = equation.params.get("name")
@@ -44,44 +43,43 @@ def mark_of(equation: Any) -> str | None:
 
 
 def is_gate(operand: Any) -> bool:
-    """Whether an operand is a scalar, true or false."""
-    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the
-    # others.
+    """Whether an operand is a boolean scalar."""
+    # Its position is unknown: JAX moves operands that are the same in each iteration of a loop behind the others.
     aval = operand.aval
     return bool(getattr(aval, "shape", None) == () and aval.dtype == bool)
 
 
 def holds(equation: Any, marks: Sequence[str]) -> bool:
-    """Whether calls of these names are in ``equation``, or in what it runs."""
+    """Whether ``equation``, or a program that it runs, is or contains a call with one of these names."""
     return mark_of(equation) in marks or any(
         holds(below, marks) for inner in _programs(equation) for below in inner.eqns
     )
 
 
 def runs_any(equation: Any, names: frozenset[str]) -> bool:
-    """Whether operations of these names are ``equation``, or in what it runs."""
+    """Whether ``equation``, or a program that it runs, is or contains an operation with one of these names."""
     return equation.primitive.name in names or any(
         runs_any(below, names) for inner in _programs(equation) for below in inner.eqns
     )
 
 
 def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
-    """Whether the equation is a call that runs calls of these names, and no more than that."""
+    """Whether the equation is an ordinary call that contains calls with these names."""
     return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
 
 
 def inline_around(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
-    """The program with calls of these names on its own level: calls around them are replaced by what they run."""
+    """The program with calls of these names at its top level: enclosing calls are inlined."""
     return _without_calls(program, lambda equation: is_call_around(equation, marks))
 
 
 def inline_calls(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls of jitted functions replaced by what they run, except ``mark`` and sharded ones."""
+    """The program with calls of jitted functions inlined, except ``mark`` calls and calls with shardings."""
 
     def is_plain(equation: Any) -> bool:
         shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
         return (
-            # A call with shardings constrains what it is given, which would be lost with the call.
+            # A call with shardings constrains its operands; inlining would lose the constraint.
             equation.primitive.name == "jit"
             and mark_of(equation) is None
             and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
@@ -117,9 +115,10 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Split:
-    """What a loop stacked, the last pass apart: ``[L - 1, ...]`` and ``[...]``, that of the first layer if ``reverse``.
+    """A loop's stacked results with the last pass separate: ``[L - 1, ...]`` and ``[...]``, the first layer if
+    ``reverse``.
 
-    In one array XLA would copy it, and give it another memory layout than in the loop.
+    XLA would copy a single array, and give it another memory layout than in the loop.
     """
 
     looped: Any
@@ -134,7 +133,7 @@ class Split:
 
 
 def whole(values: Iterable[Any]) -> Values:
-    """The same, no one split."""
+    """The same values, with every Split joined."""
     return [value.whole if isinstance(value, Split) else value for value in values]
 
 
@@ -145,7 +144,7 @@ def variables(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
 
 
 def operands(atoms: Iterable[Any]) -> Values:
-    """The variables among operands: literals have a value, and no hash."""
+    """The variables among operands: literals have a value but no hash."""
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
@@ -154,7 +153,7 @@ def read(env: Env, atoms: Iterable[Any]) -> Values:
 
 
 def program_of(equation: Any) -> ClosedJaxpr:
-    """What a call runs."""
+    """The program that a call runs."""
     for value in equation.params.values():
         if jaxpr_of(value) is not None and jaxpr_of(value) is inner_program(equation):
             return value if hasattr(value, "consts") else ClosedJaxpr(value, ())
@@ -169,9 +168,9 @@ def evaluate(
     special: Callable[[Any, Env], bool] = lambda equation, env: False,
     run: Callable[[Any, Values], Values] | None = None,
 ) -> None:
-    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then has what is ``wanted``.
+    """Evaluate some equations of ``jaxpr``, ``special`` ones by ``run``; ``env`` then contains the ``wanted`` values.
 
-    Others get no ``Split``.
+    Other equations get no ``Split``.
     """
     last = {v: number for number, equation in enumerate(equations) for v in operands(equation.invars)}
     last.update(dict.fromkeys(operands(wanted), len(equations)))
@@ -190,24 +189,24 @@ def evaluate(
 
 
 def _used(last: dict[Any, int], number: int) -> Callable[[Any], bool]:
-    """Whether an equation from ``number`` on uses a variable; ``last``: which one does so last."""
+    """Whether an equation from ``number`` on uses a variable; ``last``: the last equation that uses each variable."""
     return lambda variable: last.get(variable, -1) >= number
 
 
 def scope_of(equation: Any) -> AbstractContextManager[Any]:
-    """Profiles name what runs in it as if ``equation`` ran it."""
+    """A context in which profiles attribute operations to ``equation``."""
     return jax.named_scope(str(equation.source_info.name_stack))
 
 
 def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[[Any], bool]) -> None:
     made = [v for equation in equations for v in equation.outvars if needed(v)]
     effects = frozenset().union(*(equation.effects for equation in equations))
-    # Callbacks (watch_nonfinite_outputs) have no results that anything needs.
+    # Callbacks (watch_nonfinite_outputs) have effects but no needed results.
     if not made and not effects:
         return
     inside = {v for equation in equations for v in equation.outvars}
     taken = dict.fromkeys(v for equation in equations for v in operands(equation.invars) if v not in inside)
-    # One program for all equations between two special ones, which returns what is needed later.
+    # One program for all equations between two special ones; it returns the values that are needed later.
     program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
     env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
 

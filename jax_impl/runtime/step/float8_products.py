@@ -4,10 +4,9 @@
     d lhs    = d output @ rhs^T        e5m2 by e4m3
     d rhs    = lhs^T @ d output        in the dtype of the factors
 
-``rhs`` is the weight. The factors of a product are written as float8 numbers times a power of two:
-XLA makes a float8 product of that on GPUs that have one, with
-``--xla_gpu_enable_triton_gemm=false``, and elsewhere multiplies the same numbers in the dtype of
-the factors.
+``rhs`` is the weight. The factors of a product are written as float8 numbers times a power of two. On GPUs with float8
+products, and with ``--xla_gpu_enable_triton_gemm=false``, XLA turns this into a float8 product; elsewhere XLA
+multiplies the same numbers in the dtype of the factors.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from jax_impl.runtime.groups.float8 import E4M3, E5M2, Float8, encode, magnitude
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Static = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
-# The kernels of torch_impl take matrices whose dimensions are multiples of it.
+# The kernels of torch_impl need matrices whose dimensions are multiples of this.
 _MULTIPLE = 16
-# With the default, Hopper's tensor cores would sum in fewer bits than float32 has. Factors need no
-# more than this.
+# With the default precision, Hopper's tensor cores would sum with fewer bits than float32. The factors do not need more
+# than this.
 _SUMS = lax.Precision.HIGH
 
 
@@ -44,16 +43,17 @@ def float8_dot_general(
 ) -> jax.Array:
     """``jax.lax.dot_general`` that multiplies in float8: activations ``lhs`` by a weight ``rhs``.
 
-    flax's modules take it: ``nnx.Linear(16, 32, dot_general=float8_dot_general, rngs=rngs)``, linen's
-    ``nn.Dense(32, dot_general=float8_dot_general)``. With ``fully_shard(..., gather_dtype="float8_e4m3fn")`` the
-    weight loses nothing: it holds such numbers already. Any other weight is rounded here.
+    flax's modules take it: ``nnx.Linear(16, 32, dot_general=float8_dot_general, rngs=rngs)``, linen's ``nn.Dense(32,
+    dot_general=float8_dot_general)``. With ``fully_shard(..., gather_dtype="float8_e4m3fn")`` the weight loses nothing,
+    because its values are already such numbers. Any other weight is rounded.
 
-    Each factor is rounded to e4m3, and the gradient of the output to e5m2, times one power of two a factor, by the
-    largest magnitude that this device's call has; under pjit, and along model axes, by that of all devices. Sums are
-    float32. The gradient of the weight is a product of unrounded factors, with ``precision``.
+    Each factor is rounded to e4m3, and the gradient of the output to e5m2, times one power of two per factor. That
+    power comes from the largest magnitude in this device's call; under pjit, and along model axes, from the largest
+    over all devices. Sums are float32. The gradient of the weight is a product of unrounded factors, with
+    ``precision``.
 
-    Factors of two dtypes, or not bfloat16 or float32, and weights of which the summed or the other dimensions are no
-    multiple of 16, are multiplied by ``jax.lax.dot_general``, and so is all that has an ``out_sharding``.
+    ``jax.lax.dot_general`` multiplies factors of different dtypes, factors that are neither bfloat16 nor float32,
+    weights whose summed or other dimensions are not multiples of 16, and all products with an ``out_sharding``.
     """
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     dimensions = (tuple(lhs_summed), tuple(rhs_summed)), (tuple(lhs_batch), tuple(rhs_batch))
@@ -78,9 +78,8 @@ def _can_multiply(lhs: jax.Array, rhs: jax.Array, dimensions: _Static) -> bool:
 def _product(
     lhs: jax.Array, rhs: jax.Array, dimensions: _Static, precision: lax.PrecisionLike, dtype: jnp.dtype
 ) -> jax.Array:
-    # XLA:GPU makes one of small products that have one input: their weights then have several
-    # scales, and no product is one of float8. Behind a barrier with its weight each product has an
-    # input of its own, and rounds it for itself.
+    # XLA:GPU merges small products with a common input; the merged weights then have several scales, so XLA emits no
+    # float8 product. Behind a barrier with its weight, each product has a separate input and rounds it separately.
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
     return lax.dot_general(_rounded(lhs, E4M3), _rounded(rhs, E4M3), dimensions, _SUMS, dtype)
 
@@ -111,9 +110,9 @@ _product.defvjp(_forward, _backward)
 
 
 def _rounded(values: jax.Array, float8: Float8) -> jax.Array:
-    """In the dtype of ``values``: payload cast, times a power of two, as XLA looks for it."""
+    """Rounded values in the dtype of ``values``: cast payload times a power of two, the pattern that XLA recognizes."""
     wide = values.astype(jnp.float32)
-    # The power of the least scale is a subnormal number, which some devices take for zero.
+    # The power of the smallest scale is subnormal, and some devices flush it to zero.
     scale = jnp.maximum(scales_of(magnitudes(wide).max(initial=0), float8), 1)
     payload = lax.bitcast_convert_type(encode(wide, scale, float8), float8.dtype)
     return payload.astype(values.dtype) * power_of(scale).astype(values.dtype)

@@ -1,4 +1,4 @@
-"""The model's forward pass as a function of what a step holds of each unit's weights."""
+"""The model's forward pass as a function of the sources of each unit's weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def scope_of(path: str) -> str:
 
 
 def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
-    """What all microbatches of one step use of the weights at rest.
+    """The sources of weights that all microbatches of one step use.
 
-    Each collective starts when the one before is done: independent ones can meet under one rendezvous key in the CPU
-    simulator, which then aborts or hangs. They start in the order in which forward needs the weights, so that the
-    later ones can run during it.
+    Each collective starts when the previous one is done: independent collectives can meet under one rendezvous key in
+    the CPU simulator, which then aborts or hangs. Collectives start in the order in which forward needs the weights, so
+    that later ones can run during forward.
     """
     last: Any = ()
     sources: AllSources = {}
@@ -55,14 +55,13 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
             if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
-            # After the collective before: with all units gathered at once, a step of "optim_grads"
-            # aborted in 3 of 3 runs of 21 steps on 8 simulated devices, and ran in 3 of 3 so.
+            # Wait for the previous collective: with all units gathered at once, steps of "optim_grads" aborted in 3 of
+            # 3 runs of 21 steps on 8 simulated devices; with this wait, 3 of 3 runs succeeded.
             arrays, last = fence((arrays, last))
             with jax.named_scope(scope_of(path)), jax.named_scope("gather"):
                 last = group.hold(arrays)
             held.append(last)
-        # From here to the unit's call nothing else may use them: their gradient is dropped
-        # (seal.py).
+        # Until the unit's call nothing else may use the sources: their gradient is dropped (seal.py).
         sources[path] = seal(path, tuple(held))
         if WATCHING.value and unit.module.layers is not None:
             sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
@@ -70,14 +69,14 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
 
 
 def collectors(plan: ShardingPlan) -> AllCollectors:
-    """Zeros to differentiate by."""
+    """Zeros with respect to which a step differentiates."""
     return {path: tuple(group.collectors() for group in unit.groups) for path, unit in plan.units.items()}
 
 
 def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
-    """What was accumulated over microbatches -> gradients as at rest.
+    """Gradients accumulated over microbatches -> gradients sharded as at rest.
 
-    Collectives one after another, as in ``hold``, in the order in which backward is done with the units.
+    Collectives run one after another, as in ``hold``, in the order in which backward finishes the units.
     """
     finished: Buffers = {}
     last: Any = ()
@@ -103,7 +102,7 @@ def call_model(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """``run(model, rows, *shared)`` and the model's other variables after it.
 
-    The loss is inside the root unit, whose weights the end of the model needs too.
+    The loss is inside the root unit, because the end of the model also needs the root's weights.
     """
     root = plan.units[ROOT].module
     own = [variables[path] for path in root.variables]
@@ -134,10 +133,9 @@ def call_model(
 
 
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
-    """How the program of a step is written. ``forward``: without backward."""
+    """The options for rewriting a step's program. ``forward``: without backward."""
     written = plan.engine == "shard_map"
-    # GSPMD loses the sharding of an array with a layout constraint, so where XLA shards there is
-    # none.
+    # GSPMD loses the sharding of an array with a layout constraint, so there are no layout constraints if XLA shards.
     row_major = written and is_gpu(plan.mesh) and not plan.model_axes.names
     return Ways(plan.chained, forward, reductions=written, row_major=row_major)
 
@@ -151,7 +149,7 @@ def _call_unit(
     arguments: Arguments,
     witnesses: Sequence[jax.Array] = (),
 ) -> tuple[Any, Sequence[Any]]:
-    """``run`` with the parameters of unit ``path``; ``held`` of it and all units inside."""
+    """``run`` with the parameters of unit ``path``; ``held``: arrays of this unit and all units inside."""
     unit = plan.units[path]
     _refuse_nnx_objects(path, arguments[1:])
     arrays, rebuild = _split_arrays(arguments)
@@ -163,30 +161,29 @@ def _call_unit(
         fixed = {below: (mine, _without_gradient(below, its)) for below, (mine, its) in inner.items()}
         runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
         own = _in_model_order(unit.groups, leaves, unit.module.parameters)
-        # Here, since backward may come back to it when the model is done.
+        # Here, because backward may run this function again after the model has returned.
         with catch_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
             output, after = run(unit.module.values(own, runs), arguments)
         if WATCHING.value:
             look_at_output(plan, path, layer, _split_arrays(arguments[1:])[0], output)
         changed[:] = [i for i, value in enumerate(after) if value is not arguments[0][i]]
-        # Outside of the model everything is an array.
+        # Outside the model everything is an array.
         results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
-        # With their gradients: a loss may add what units leave in variables, such as losses of
-        # routers.
+        # Variables keep their gradients: a loss may add values that units store in variables, such as router losses.
         return results, [after[i] for i in changed]
 
     changed: list[int] = []
     rebuilding: list[Any] = [None]
     inner = {below: held[below] for below in _units_inside(plan, path)}
     collectors, sources = held[path]
-    # What comes after the groups' sources, while a watch is open, is the number of the layer.
+    # While a watch is open, the layer's number follows the groups' sources.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    # On H100s steps without recomputation so need 0.58 to 0.77 of the memory of a step by hand,
-    # without it 0.7 to 1.1. Simulated devices keep what JAX saves.
+    # Compiled for H100s, steps without recomputation need 0.58 to 0.77 times the memory of a step written by hand with
+    # this, and 0.7 to 1.1 times without it. Simulated devices keep JAX's own residuals.
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
     output, values = witnessed(call(collectors, sources[: len(unit.groups)], inner, arrays, layer), witnesses)
-    # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
+    # A variable that the unit only reads stays the same object: nnx forbids setting it in a loop around the call.
     after = list(arguments[0])
     for i, value in zip(changed, values, strict=True):
         after[i] = value
@@ -195,9 +192,9 @@ def _call_unit(
 
 def _without_gradient(path: str, sources: Sources) -> Sources:
     def stopped(x: jax.Array) -> jax.Array:
-        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays
-        # lie. These are sealed anew, since a loss may stop gradients for another reason; a seal on
-        # others would be a copy to save.
+        # For arrays over which a loop runs, JAX creates zero gradients on the device, even if the arrays are on the
+        # host. These arrays are sealed again, because a loss may also stop gradients for other reasons; sealing arrays
+        # on the device would store an extra copy.
         return x if is_on_device(x) else seal(path, jax.lax.stop_gradient(x))
 
     return jax.tree.map(stopped, sources)
@@ -208,7 +205,7 @@ def _in_model_order(
 ) -> list[jax.Array]:
     by_path: dict[str, jax.Array] = {}
     for group, values in zip(groups, leaves, strict=True):
-        # Else what a frozen weight's gradient needs would be saved.
+        # Otherwise residuals for a frozen weight's gradient would be saved.
         values = values if group.trainable else jax.lax.stop_gradient(values)
         by_path.update(zip(group.paths, values, strict=True))
     return [by_path[path] for path in parameters]
@@ -217,7 +214,7 @@ def _in_model_order(
 def _unit_run(
     plan: ShardingPlan, order: Order, path: str, held: Mapping[str, tuple[Collectors, Sources]]
 ) -> UnitRun:
-    """How a unit is called, with its arrays and those of all units inside."""
+    """The object that calls a unit, with the arrays of this unit and all units inside."""
     arrays, tree = jax.tree.flatten({below: held[below] for below in [path, *_units_inside(plan, path)]})
 
     def call(
@@ -225,8 +222,8 @@ def _unit_run(
     ) -> tuple[Any, Sequence[Any]]:
         own = jax.tree.unflatten(tree, arrays)
         weights = [own[below][1][: len(plan.units[below].groups)] for below in own]
-        # Of the results, since sources that pass a call are new arrays, which loops would save for
-        # backward.
+        # Witness the results, not the sources: sources that pass through a call are new arrays, which loops would save
+        # for backward.
         whole = [*map(no_elements, jax.tree.leaves(weights)[:1]), *witnesses]
         return _call_unit(plan, order, path, own, run, arguments, whole)
 
@@ -234,7 +231,7 @@ def _unit_run(
 
 
 def _in_forward(plan: ShardingPlan) -> list[str]:
-    """Paths of all units, each before the units inside of it."""
+    """Paths of all units, each before the units inside it."""
     return [ROOT, *_units_inside(plan, ROOT)]
 
 
@@ -248,19 +245,20 @@ def _refuse_nnx_objects(path: str, arguments: Any) -> None:
     for parameter in unit_parameters(arguments):
         raise ValueError(
             f"unit {path!r}: expected arrays and plain values as arguments, got unit "
-            f"{origin_of(parameter).unit.path!r}: a unit can use the weights of units inside of it only"
+            f"{origin_of(parameter).unit.path!r}: a unit can use only the weights of units inside it"
         )
     for leaf in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)):
         if isinstance(leaf, nnx.Pytree | nnx.Variable):
             raise ValueError(
                 f"unit {path!r}: expected arrays and plain values as arguments, got {type(leaf).__name__}, whose "
-                "changes inside of the unit would be lost: let the model hold it (nnx.Dropout(..., rngs=rngs)), or "
-                "choose units that are not called with it"
+                "changes inside the unit would be lost: store the object in the model (nnx.Dropout(..., rngs=rngs)), "
+                "or choose units that are not called with it"
             )
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays of ``tree``, and how to put others in their places: flags and the like stay Python values."""
+    """The arrays of ``tree``, and a function that puts other arrays in their places; flags and the like stay Python
+    values."""
     leaves, treedef = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 
@@ -276,6 +274,6 @@ def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 def _split_output(path: str, output: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     for parameter in unit_parameters(output):
         raise ValueError(
-            f"unit {path!r}: expected arrays and plain values as a result, got one that holds {parameter!r}"
+            f"unit {path!r}: expected arrays and plain values as a result, got a result that contains {parameter!r}"
         )
     return _split_arrays(output)

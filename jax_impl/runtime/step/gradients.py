@@ -1,11 +1,10 @@
-"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced
-when.
+"""Gradients of one global batch, in both engines: microbatches, accumulation, and the order of reductions.
 
 ::
 
-    once a step       hold: weights that are whole, or coarser than at rest, are gathered
-    each microbatch   forward and backward of the model; what a strategy shards is gathered and reduced inside (unit.py)
-    once a step       finish: what was accumulated is reduced the rest of the way, and divided by all that was summed
+    once per step     hold: gather weights that stay whole, or coarser than at rest, during the step
+    each microbatch   forward and backward of the model, with the gathers and reductions of sharded weights (unit.py)
+    once per step     finish: reduce the accumulated gradients to the shards at rest, and divide by the total
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from jax_impl.runtime.step.forward import (
 )
 from jax_impl.runtime.step.losses import Divisors, LossParts, as_parts, sum_over_devices, twice_as_many
 
-# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole:
-# a mean, or (sum, weight); with ``has_aux`` a pair with aux.
+# Takes an nnx model or a pytree of parameters, rows, and further inputs that every device holds whole; returns a mean
+# or (sum, weight), with ``has_aux`` paired with aux.
 Loss = Callable[..., Any]
 Batch = Any
 Shared = tuple[Any, ...]
@@ -65,28 +64,28 @@ def make_gradients(
 ) -> Gradients:
     """``(weights, batch, variables=None, shared=()) -> (loss, gradients, variables)``, not jitted.
 
-    ``batch`` as ``shard_batch`` places it. ``shared``: a tuple of inputs that every device has whole, such as a key or
-    a teacher's weights. ``loss_fn(model, microbatch, *shared)`` returns a mean over the microbatch's rows, each with
-    the same weight, or ``(sum, weight)``: loss and gradients are then the sum over the whole batch, divided by its
-    weight, on any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad dtype.
-    ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is ``(loss, aux)``, too. ``aux`` is a
-    pytree of statistics; over ranks and microbatches floating-point ones are averaged like the loss, integers and bools
-    are summed. A value for each row is refused, unless there is one part only.
+    ``batch``: placed by ``shard_batch``. ``shared``: a tuple of inputs that every device holds whole, such as a key or
+    a teacher's weights. ``loss_fn(model, microbatch, *shared)`` returns a mean over the microbatch's rows with equal
+    weights, or ``(sum, weight)``: loss and gradients are then the sum over the whole batch, divided by its weight, for
+    any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad dtype.
+    ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is also ``(loss, aux)``. ``aux`` is a
+    pytree of statistics; over ranks and microbatches, floating-point statistics are averaged like the loss, and
+    integers and bools are summed. A value for each row is refused, unless there is only one part.
 
-    A trap: ``sum(losses * mask) / sum(mask)`` weights tokens by what else is in their part, since parts with unequal
-    masks count equally. Return ``(sum(losses * mask), sum(mask))``. A loss that is divided by a sum over the batch is
-    refused, unless there is one part only (the pjit engine with one microbatch, or one device), or ``equal_parts`` says
-    that every part has the same sum. What is refused is a quotient that shows in the traced program; a loss may hide
-    one.
+    A trap: in ``sum(losses * mask) / sum(mask)`` a token's weight depends on the other tokens of its part, since parts
+    with unequal masks count equally. Return ``(sum(losses * mask), sum(mask))``. A loss that is divided by a sum over
+    the batch is refused, unless there is only one part (the pjit engine with one microbatch, or one device), or
+    ``equal_parts`` says that every part has the same sum. Only a quotient that is visible in the traced program is
+    refused; a loss may hide one.
 
-    ``grad_divisor``: what the sum over all parts (devices x microbatches; in the pjit engine microbatches) is divided
-    by, loss and gradients, instead of their number. With 1 they are sums: ``loss_fn`` then returns a sum over its rows,
-    which means the same in both engines. A mapping has divisors of the gradients of some units, by patterns of their
-    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``losses.py``.
+    ``grad_divisor``: divides the sum of losses and gradients over all parts (devices x microbatches; in the pjit engine
+    microbatches), instead of the number of parts. With 1, loss and gradients are sums: ``loss_fn`` then returns a sum
+    over its rows, which means the same in both engines. A mapping gives divisors for the gradients of some units, by
+    patterns of their paths, ``{"layers/*/experts": 4.0}``; everything else is divided as usual. See ``losses.py``.
 
-    ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, for a weight that
-    depends on the model, and for weights of a unit that are used outside of its calls; at once for a ``grad_divisor``
-    that is no positive number or whose pattern matches no unit.
+    ``loss_fn`` is traced twice, once for checks. The check raises ``ValueError`` for such a quotient, for a weight that
+    depends on the model, and for weights of a unit that are used outside its calls. A ``grad_divisor`` that is not a
+    positive number, or whose pattern matches no unit, raises immediately.
     """
     function = unchecked_gradients(plan, loss_fn, microbatches, has_aux, grad_divisor)
 
@@ -118,10 +117,9 @@ def unchecked_gradients(
     has_aux: bool = False,
     grad_divisor: GradDivisor = None,
 ) -> StepGradients:
-    """``make_gradients`` with all arguments required, whose caller reads the traced program (``check_program``).
+    """``make_gradients`` without checks; the caller checks the traced program (``check_program``).
 
-    The function takes ``to_host`` as well: whether gradients are to lie in the host's memory, of a plan that
-    ``brings_units``.
+    The function also takes ``to_host``: whether to put gradients into host memory, for a plan that ``brings_units``.
     """
     computed = _shard_map if plan.engine == "shard_map" else _pjit
     divisors = Divisors.of(plan, microbatches, grad_divisor)
@@ -148,9 +146,9 @@ def check_program(
     microbatches: int,
     equal_parts: bool,
 ) -> None:
-    """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem.
+    """Raise ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose results would be silently wrong.
 
-    ``trace``: gives the jaxpr for another batch.
+    ``trace``: returns the jaxpr for another batch.
     """
     check_seals(program)
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
@@ -166,9 +164,9 @@ def check_program(
 def check_aux(
     plan: ShardingPlan, aux_of: Callable[[Batch], Any], aux: Any, batch: Batch, microbatches: int
 ) -> None:
-    """Raises ``ValueError`` for statistics that are rows of the batch, whose mean or sum over parts says nothing.
+    """Raise ``ValueError`` for statistics that are rows of the batch, whose mean or sum over parts is meaningless.
 
-    ``aux_of``: makes a batch's aux, the values that a loss function returns with its loss. ``aux``: the aux of
+    ``aux_of``: computes a batch's aux, the values that a loss function returns with its loss. ``aux``: the aux of
     ``batch``, or its shapes.
     """
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
@@ -178,15 +176,15 @@ def check_aux(
     try:
         later = jax.tree.leaves(jax.eval_shape(aux_of, twice_as_many(batch)))
     except Exception:
-        # A loss for just so many rows: no other number can be traced, so nothing is known.
+        # The loss works only for this number of rows, so nothing can be checked.
         return
     leaves = zip(jax.tree.leaves_with_path(aux), later, strict=True)
     wrong = [path for (path, leaf), more in leaves if leaf.shape and more.shape[0] == 2 * leaf.shape[0]]
     if wrong:
         raise ValueError(
             f"loss: expected statistics as aux, which are averaged (integers: summed) over {parts} parts of the "
-            f"batch, got a value for each row in aux{jax.tree_util.keystr(wrong[0])}: return a mean over them, or use "
-            "make_eval_step, which returns rows"
+            f"batch, got a value for each row in aux{jax.tree_util.keystr(wrong[0])}: return a mean over the rows, or "
+            "use make_eval_step, which returns rows"
         )
 
 
@@ -205,9 +203,9 @@ def _shard_map(
         )
         finished = finish(plan, gradients)
         if plan.chained or not to_host:
-            # The loss's own collectives come after those of the gradients: on simulated devices two
-            # in flight meet. Towards the host there is no fence, since each gradient leaves when it
-            # is reduced only where nothing waits for all of them.
+            # The loss's own collectives come after the gradients' collectives: on simulated devices, two collectives in
+            # flight can meet. With gradients in host memory there is no fence: each gradient can leave as soon as it is
+            # reduced only if nothing waits for all gradients.
             loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
         variables, loss = of_all_devices(plan.variables, before, mark_after(variables), plan.axes, loss)
@@ -222,9 +220,8 @@ def _shard_map(
         in_specs=(specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
         out_specs=(PartitionSpec(), trained, plan.variable_specs),
         axis_names=set(plan.axes.names),
-        # With the check on, explicit sums are done a second time: gradients under no_shard were
-        # exactly 8 times too large on 8 devices, and Adam, which knows no scale, hid it from the
-        # losses.
+        # With the check on, JAX repeats explicit sums: gradients under no_shard were exactly 8 times too large on 8
+        # devices, and the losses did not show the error, because Adam is invariant to scale.
         check_vma=False,
     )
     if not plan.model_axes.names:
@@ -232,7 +229,7 @@ def _shard_map(
 
     def placed(*arguments: Any) -> tuple[LossParts, Buffers, Variables]:
         loss, gradients, variables = step(*arguments)
-        # What is automatic on model axes would lie as the compiler likes.
+        # On model axes the compiler would choose the sharding of the results.
         lying = {key: plan.sharding(key) for key in gradients}
         whole = {path: plan.variable_sharding(path) for path in variables}
         return lax.with_sharding_constraint((loss, gradients, variables), (plan.replicated, lying, whole))
@@ -246,8 +243,7 @@ def _pjit(
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
-        # Each device's rows are cut into parts, as in the other engine, so that none changes its
-        # device.
+        # Each device's rows are cut into parts, as in the other engine, so that no row moves to another device.
         by_device = x.reshape(plan.data_ranks, microbatches, -1, *x.shape[1:])
         return lax.with_sharding_constraint(
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
@@ -259,8 +255,8 @@ def _pjit(
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
-        # Else XLA may leave statistics cut like the activations that they come from, and the next
-        # step would be compiled anew, for another sharding.
+        # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again for
+        # another sharding.
         variables = {
             path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
             for path, value in variables.items()
@@ -279,7 +275,8 @@ def _accumulate(
     shared: Shared,
     microbatches: int,
 ) -> tuple[LossParts, Variables, AllCollectors]:
-    """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
+    """Loss and gradients summed over the microbatches ``parts [K, ...]``; each microbatch gets the variables of the
+    previous one."""
 
     def one_microbatch(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
         def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
@@ -295,8 +292,8 @@ def _accumulate(
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
         return one_microbatch(first, variables)
-    # Zeros for the first sum, in place of a first microbatch outside of the loop: the program then
-    # has the model once, not twice.
+    # Start the sum with zeros, not with a first microbatch outside the loop: the program then contains the model once,
+    # not twice.
     shapes = jax.eval_shape(one_microbatch, first, variables)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
 

@@ -1,16 +1,15 @@
-"""The results of a loss for one part of the batch, and how a step adds and divides the results of
-all parts.
+"""The results of a loss for one part of the batch, and how a step combines the results of all parts.
 
-A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit
-engine those of all devices. A loss returns the mean over its part, or ``(sum, weight)``, such as
-summed token losses and their number::
+A part contains the rows of one call of the loss: the rows of one device in one microbatch; in the pjit engine, of all
+devices. A loss returns the mean over its part, or ``(sum, weight)``, such as summed token losses and the number of
+tokens::
 
     returned          a part adds                the step's loss and gradients      statistics with it (``aux``)
     mean              mean, and 1                sum / number of parts              floats: weighted mean of the parts
     (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
 
-Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as
-much as 3 of another. What loss, statistics and gradients of all parts are divided by::
+Means over unequal parts are silently wrong. Pairs are right: 3 tokens of one device count as much as 3 tokens of
+another. The divisor of loss, statistics and gradients over all parts::
 
     loss returns        grad_divisor     divisor
     mean                None             the number of parts: the mean over equal parts
@@ -18,9 +17,9 @@ much as 3 of another. What loss, statistics and gradients of all parts are divid
     sum                 a number         that number; 1 gives sums
     mean                by unit          the number of parts; gradients of these units by their own number
 
-The divisor of a unit is for weights that do not see each part once: experts that get the tokens of
-four devices of which each has averaged its own. In float16 reductions take means over the devices
-(``Wire.averages``), so what is left to divide by is less.
+A divisor for a unit is for weights that do not see each part once, such as experts that get the tokens of four devices,
+each of which has averaged its own. In float16, reductions take means over the devices (``Wire.averages``), so the
+remaining divisor is smaller.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
 class LossParts(NamedTuple):
-    """Of a part, or summed over several. ``weight``: None where every part counts once. ``aux``: a pytree or None."""
+    """The results of one part, or summed over several. ``weight``: None if every part counts once. ``aux``: a pytree or
+    None."""
 
     value: jax.Array
     weight: jax.Array | None
@@ -50,7 +50,7 @@ class LossParts(NamedTuple):
 
 
 def as_parts(returned: Any, has_aux: bool) -> LossParts:
-    """What a loss returned, in a form that can be summed over parts; ``ValueError`` for anything else."""
+    """A loss's return value in a form that can be summed over parts. Raises ``ValueError`` for anything else."""
     aux = None
     if has_aux:
         if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -60,21 +60,21 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     if not is_loss(returned):
         raise ValueError(
             f"loss: expected a floating-point scalar, or (sum, weight) of two scalars, got {_described(returned)}. To "
-            "return statistics with the loss, give has_aux=True and return (loss, statistics)"
+            "return statistics with the loss, pass has_aux=True and return (loss, statistics)"
         )
     if not pair:
         return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
     value, weight = (jnp.asarray(x) for x in returned)
-    # A count in bfloat16 would end at 256, since 257 rounds to 256.
+    # A count in bfloat16 would stop at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
-    # The loss is sum / weight; a weight that depends on the model is refused (uneven_means.py), so
-    # the derivative by it is zero and need not be traced.
+    # The loss is sum / weight. A weight that depends on the model is refused (uneven_means.py), so its derivative is
+    # zero and need not be traced.
     weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
     return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
 
 
 def is_loss(returned: Any) -> bool:
-    """Whether it is a floating-point scalar, or ``(sum, weight)``."""
+    """Whether the value is a floating-point scalar or ``(sum, weight)``."""
     if _is_pair(returned):
         return True
     return _is_number(returned) and bool(jnp.issubdtype(jnp.result_type(returned), jnp.floating))
@@ -98,7 +98,7 @@ def _described(returned: Any) -> str:
 
 def _addable(aux: Any, weight: jax.Array | None) -> Any:
     def addable(leaf: Any) -> jax.Array:
-        # Statistics are told, not trained on.
+        # Statistics are reported, not trained on.
         value = lax.stop_gradient(jnp.asarray(leaf))
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
@@ -108,23 +108,23 @@ def _addable(aux: Any, weight: jax.Array | None) -> Any:
 
 
 def twice_as_many(batch: Any) -> Any:
-    """The shapes of a batch of twice the rows.
+    """The shapes of a batch with twice the rows.
 
-    A result whose first dimension has the size of the rows need not have it for them: 8 features of 8 rows. Which it
-    is shows where the rows are others.
+    A result's first dimension may equal the number of rows by chance: 8 features of 8 rows. Another number of rows
+    shows whether it does.
     """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
 
 
 def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
-    """Inside ``shard_map``: a collective for each dtype, one after another."""
+    """Inside ``shard_map``: sum over devices with one collective per dtype, one after another."""
     leaves, tree = jax.tree.flatten(parts)
     by_dtype: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(index)
     last: list[jax.Array] = []
     for indices in by_dtype.values():
-        # One after another, as all collectives of simulated devices must come.
+        # One after another, as simulated devices require.
         own, last = fence(([leaves[i] for i in indices], last))
         if len(own) == 1:
             own = [lax.psum(own[0], axes)]
@@ -140,9 +140,9 @@ def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
 
 @dataclass(frozen=True)
 class Divisors:
-    """``loss``: None where the loss has a weight, or the number of parts. ``gradients``: by key, where they are others.
+    """``loss``: None to divide by the loss's weight or the number of parts. ``gradients``: other divisors, by key.
 
-    ``averaged``: by key, by what the reduction has divided already.
+    ``averaged``: by key, the factor by which the reduction has already divided.
     """
 
     parts: int
@@ -154,7 +154,7 @@ class Divisors:
     def of(
         cls, plan: ShardingPlan, microbatches: int, grad_divisor: float | Mapping[str, float] | None
     ) -> Divisors:
-        """Raises ``ValueError`` for a divisor that is no positive number, and a pattern that matches no unit."""
+        """Raises ``ValueError`` for a divisor that is not a positive number, and for a pattern that matches no unit."""
         flat = plan.engine == "shard_map"
         own: dict[str, float] = {}
         averaged: dict[str, int] = {}
@@ -183,8 +183,8 @@ class Divisors:
         if parts.weight is not None:
             if self.loss is not None or self.gradients:
                 raise ValueError(
-                    "loss: expected a scalar, since grad_divisor is given, got (sum, weight), which says itself what "
-                    "to divide by: return the sum, or leave out grad_divisor"
+                    "loss: expected a scalar, since grad_divisor is given, got (sum, weight), which contains its own "
+                    "divisor: return the sum, or remove grad_divisor"
                 )
             divisor = counted = jnp.where(parts.weight == 0, jnp.ones_like(parts.weight), parts.weight)
 

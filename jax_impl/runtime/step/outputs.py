@@ -1,8 +1,8 @@
-"""Which unit's output is not finite first, seen while compiled steps run.
+"""Find the first unit whose output is not finite while compiled steps run.
 
-A step that is traced while a watch is open has a callback at the end of each unit, which tells the
-host what the output holds on each device. The watch is part of the key of ``jax.jit``'s caches, so
-steps with and without it are programs of their own, and both are kept::
+A step that is traced while a watch is open has a callback at the end of each unit, which reports the unit's output on
+each device to the host. The watch is part of the key of ``jax.jit``'s caches, so steps with and without a watch are
+separate programs, and JAX keeps both::
 
     step(...)                                 compiled
     with watch_nonfinite_outputs(plan):
@@ -34,13 +34,13 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 class NonFiniteOutput:
     """A unit whose output is not finite.
 
-    unit: its path, "" for the root, whose output is what the loss returns.
-    layer: of the stack that the unit is in, or None.
-    begins: whether such an output came from finite inputs; otherwise the fault lies before the unit. What the loss
-        returns in the pjit engine comes from all processes' rows, of which a process sees its own alone.
-    nan, inf: how many elements, in the call and on the device that has most.
-    devices: of this process, that have such outputs. In the pjit engine an array whose first dimension is not a
-        multiple of the devices is seen by all.
+    unit: its path, "" for the root, whose output is the loss's return value.
+    layer: the layer of the unit's stack, or None.
+    begins: whether such an output came from finite inputs; otherwise the fault is before the unit. In the pjit engine
+        the loss's return value comes from all processes' rows, but a process sees only its own rows.
+    nan, inf: number of elements, in the call and on the device with the most.
+    devices: the devices of this process with such outputs. In the pjit engine, all devices see an array whose first
+        dimension is not a multiple of the devices.
     """
 
     unit: str
@@ -61,7 +61,7 @@ class NonFiniteOutput:
 
 @dataclass(frozen=True)
 class _Site:
-    """A unit's call in a program; ``order``: in which calls were traced."""
+    """A unit's call in a program. ``order``: its position in the order of tracing."""
 
     unit: str
     order: int
@@ -69,7 +69,7 @@ class _Site:
 
 @dataclass
 class _Seen:
-    """``clean``, ``spoiled``: whether such outputs came from finite inputs, and from others."""
+    """``clean``, ``spoiled``: whether such outputs came from finite inputs, and from nonfinite inputs."""
 
     order: int
     clean: bool = False
@@ -85,7 +85,7 @@ class _Watch:
         self.found: list[NonFiniteOutput] = []
         self.calls = 0
         self._seen: dict[tuple[str, int | None], _Seen] = {}
-        # Where a stack begins: its units run layer by layer.
+        # The order at which a stack begins; its units run layer by layer.
         self._first: dict[str, int] = {}
 
     def add(self, site: _Site, layer: int | None, nan: int, inf: int, clean: bool, device: int) -> None:
@@ -125,19 +125,18 @@ def _stack(unit: str) -> str:
     return unit.partition("/")[0]
 
 
-# Whether programs that are traced are to be watched. A context of JAX's own is a part of the key of
-# jit's caches, a variable of Python would not be: the first program of a step would serve with and
-# without a watch.
+# Whether programs are traced with a watch. A JAX context is part of the key of jit's caches. A Python variable would
+# not be, and the first program of a step would be used with and without a watch.
 WATCHING = jax.make_user_context(default_value=False)
 _open: list[_Watch] = []
-# Callbacks run in threads of the runtime, while the program goes on.
+# Callbacks run in threads of the runtime while the program continues.
 _lock = threading.Lock()
 _orders = itertools.count()
 
 
 @contextmanager
 def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput]]:
-    """Look at the output of every unit of ``plan`` in the steps that run while the context is open.
+    """Watch the output of every unit of ``plan`` in the steps that run while the context is open.
 
     ::
 
@@ -145,14 +144,14 @@ def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput
             state, metrics = step(state, batch)
         print(found[0])    # output of layers, layer 3: 12 NaN, 0 infinite, from finite inputs (devices TFRT_CPU_1)
 
-    The list is complete when the context closes. First come outputs that are not finite although the unit's inputs are,
-    in the order in which units end, so the first entry is the innermost unit where it began. A unit in a stack is
-    listed layer by layer; microbatches and recomputed forwards count as one. Each process sees its own devices.
+    The list is complete when the context closes. Outputs that are not finite although the unit's inputs are come first,
+    in the order in which units end, so the first entry is the innermost unit where the fault began. A unit in a stack
+    is listed layer by layer; microbatches and recomputed forwards count as one. Each process sees its own devices.
 
     A step that was compiled before is compiled again with callbacks (``jax.debug.callback``), and is as fast as before
-    when the context is closed. What cannot be compiled again, a program of ``step.lower(...).compile()`` from before,
-    goes unwatched: where nothing was seen at all, closing the context gives a ``RuntimeWarning``. Watched units in a
-    program that is compiled ahead inside of the context are watched whenever one is open.
+    when the context is closed. An earlier program of ``step.lower(...).compile()`` cannot be compiled again and is not
+    watched: if nothing was seen at all, closing the context issues a ``RuntimeWarning``. A program that is compiled
+    ahead of time inside the context is watched whenever a watch is open.
     """
     watch = _Watch(plan)
     with _lock:
@@ -160,12 +159,13 @@ def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput
     try:
         with WATCHING(True):
             yield watch.found
-        # Steps return before their callbacks have run.
+        # Steps may return before their callbacks have run.
         jax.effects_barrier()
         if not watch.calls:
             warn_caller(
-                "watch_nonfinite_outputs: expected a step of the plan to run, saw none: run the step inside of the "
-                "context. A program compiled ahead of it (lower, compile) has no callbacks, compile it inside, too",
+                "watch_nonfinite_outputs: expected a step of the plan to run, saw none: run the step inside the "
+                "context. A program compiled ahead of time outside the context (lower, compile) has no callbacks: "
+                "compile it inside, too",
                 RuntimeWarning,
             )
     finally:
@@ -174,15 +174,15 @@ def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput
 
 
 def layer_numbers(layers: int) -> jax.Array:
-    """What a stacked unit carries so that its calls know their layer."""
+    """The numbers that a stacked unit carries so that its calls know their layer."""
     return jnp.arange(layers, dtype=jnp.int32)
 
 
 def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
-    """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
+    """Add to the program a callback that reports a unit's output. ``layer``: int32, -1 outside stacks."""
     site = _Site(unit, next(_orders))
     ins, outs = (
-        # A callback has no derivative, and what it counts is not wanted in any.
+        # A callback has no derivative, and its counts must not enter any derivative.
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
         for tree in (inputs, output)
     )
@@ -195,13 +195,12 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
         return jnp.stack([device, layer, nan, bad - nan, before])[None]
 
     def tell(counts: jax.Array) -> tuple[()]:
-        # Each device tells of its own part, so nothing is gathered.
+        # Each device reports its own part, so nothing is gathered.
         jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
         return ()
 
     if plan.engine == "shard_map" and plan.model_axes.names:
-        # Only where a step is manual on all axes does a device know its number; what model axes cut
-        # is gathered.
+        # A device knows its index only if the step is manual on all axes; arrays that model axes cut are gathered.
         plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, ins, outs)
         return
     if plan.engine == "shard_map":
@@ -209,7 +208,7 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
     else:
         specs = (PartitionSpec(), [_spec(plan, x) for x in ins], [_spec(plan, x) for x in outs])
         by_device = PartitionSpec(plan.mesh.axis_names)
-        # By hand: counted by XLA each number would be one of all devices.
+        # Count manually: XLA would combine each count over all devices.
         counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
             layer, ins, outs
         )
@@ -217,7 +216,7 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
 
 
 def _spec(plan: ShardingPlan, x: jax.Array) -> PartitionSpec:
-    # Rows of a batch lie so already; anything else would be gathered.
+    # Rows of a batch already have this sharding; anything else would be gathered.
     return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.data_ranks == 0 else PartitionSpec()
 
 

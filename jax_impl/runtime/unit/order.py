@@ -1,7 +1,6 @@
-"""When a unit's transfers run: in turn with the computation, or during that of the unit before.
+"""The schedule of a unit's transfers: in turn with computation, or during the computation of the previous unit.
 
-Of three units A, B, C; what stands in one column may run at the same time, and a column waits for
-the one before::
+For three units A, B, C; operations in one column may run at the same time, and a column waits for the previous one::
 
     prefetch = 0    gather A | apply A | gather B | apply B | gather C | apply C
                     gather C | backward C | reduce C | gather B | backward B | reduce B | gather A | ...
@@ -12,19 +11,18 @@ the one before::
                              | gather B   | gather A   |            |
                              |            | reduce C   | reduce B   | reduce A
 
-With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's
-output. A reduction is waited for by the next reduction, and by the computation of the unit after
-the next. So at most two units' whole weights and two units' whole gradients exist at once.
+With ``prefetch = 1`` a gather waits for the *input* of the previous unit, and the use of its weights waits for that
+unit's output. The next reduction, and the computation of the unit after the next, wait for a reduction. So at most two
+units' whole weights and two units' whole gradients exist at once.
 
-The order is that of the traced program. A place in it is known only in the trace that it belongs
-to: in the body of a loop, and in each function that JAX traces apart, the first unit waits for its
-own input. In loops ``pipeline.py`` then moves its gather into the pass before.
+The order is the order of the traced program. A position in this order is known only within one trace: in the body of a
+loop, and in each function that JAX traces separately, the first unit waits for its own input. In loops, ``pipeline.py``
+then moves this unit's gather into the previous pass.
 
-Nothing here frees memory: XLA does, when the last operation that reads an array has run. Fences and
-gates see to it that this operation comes before the next gather. Whole weights stay only from a
-unit's second forward to its backward, inside of a unit R that recomputes, since the last units of a
-recomputation are the first of the backward that follows. With ``prefetch = 0``, and with
-``prefetch = 1``, where two units' whole weights may exist at once::
+This module does not free memory: XLA frees an array after the last operation that reads it. Fences and gates ensure
+that this operation comes before the next gather. Whole weights are kept only inside a unit R that recomputes, from a
+unit's second forward to its backward, because the last units of a recomputation are the first of the following
+backward. With ``prefetch = 0``, and with ``prefetch = 1``, which allows two units' whole weights at once::
 
     recompute R    gather A, apply A, drop A | gather B, apply B, drop B | gather C, apply C
     backward R     backward C, drop C | gather B, backward B, drop B | gather A, backward A, drop A
@@ -32,8 +30,8 @@ recomputation are the first of the backward that follows. With ``prefetch = 0``,
     recompute R    gather A, apply A, drop A | gather B, apply B | gather C, apply C
     backward R     backward C, drop C | backward B, drop B | gather A, backward A, drop A
 
-A unit whose forward and backward are traced apart, as in a loop or inside of a unit that does not
-recompute, is gathered again.
+A unit whose forward and backward are traced separately, as in a loop or inside a unit that does not recompute, is
+gathered again.
 """
 
 from __future__ import annotations
@@ -58,12 +56,12 @@ Held = Sequence[Sequence[jax.Array]]
 
 @jax.tree_util.register_static
 class Use:
-    """One forward of a unit, equal to itself alone. What the unit saves for backward has it."""
+    """One forward of a unit, equal only to itself. The unit's residuals contain this object."""
 
 
 @dataclass
 class Kept:
-    """Of one trace of a model. ``limit``: of how many units there may be whole weights at once."""
+    """Kept weights in one trace of a model. ``limit``: the number of units whose whole weights may exist at once."""
 
     limit: int
     _recomputed: Any = None
@@ -71,9 +69,10 @@ class Kept:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, units that are traced in the present trace run again, and their backward follows in it."""
-        # The trace, no flag: forward and backward of a unit in a loop's body are traced apart, and
-        # what forward kept would be tracers of a trace that has ended.
+        """Inside, units that are traced in the current trace run again, and their backward follows in the same
+        trace."""
+        # The trace, not a flag: forward and backward of a unit in a loop's body are traced separately, so weights kept
+        # by forward would be tracers of a trace that has ended.
         before, self._recomputed = self._recomputed, get_opaque_trace_state()
         try:
             yield
@@ -81,14 +80,16 @@ class Kept:
             self._recomputed = before
 
     def make_room(self, *, again: bool) -> None:
-        """For one more unit's weights. ``again``: in backward, where those of the unit before are there as well."""
-        # Weights that stay longer than their turn would make three units' weights at once. Those
-        # that are dropped here are gathered a third time, which costs time, not memory.
+        """Make room for one more unit's weights. ``again``: in backward, where the previous unit's weights also
+        exist."""
+        # Weights that stay too long would mean three units' weights at once. Weights that are dropped here are gathered
+        # a third time, which costs time, not memory.
         room = 0 if again else self.limit - 1
         del self._held[: max(0, len(self._held) - room)]
 
     def keep(self, held: Held) -> Use | None:
-        """After a unit's forward: its use, by which backward asks for its weights; None where backward gathers them."""
+        """After a unit's forward: return the use by which backward asks for the weights, or None if backward gathers
+        them."""
         trace = get_opaque_trace_state()
         if self._recomputed != trace:
             return None
@@ -97,23 +98,23 @@ class Kept:
         return use
 
     def take(self, use: Use | None) -> Held | None:
-        """In backward, of the unit whose forward was the last; None where its weights did not stay."""
-        # The last one only, since backward meets units in the opposite order of their forwards.
+        """In backward: the weights of the unit whose forward was last; None if these weights were not kept."""
+        # Only the last one, because backward visits units in the opposite order of their forwards.
         if self._held and self._held[-1][0] is use and self._held[-1][1] == get_opaque_trace_state():
             return self._held.pop()[2]
         return None
 
 
 Tree = TypeVar("Tree")
-# Of each group.
+# The arrays of each group.
 Arrays = Sequence[Sequence[jax.Array]]
 Reduced = list[tuple[jax.Array, ...]]
 
 
 @dataclass
 class _LastIssued:
-    """What a trace has issued last. ``gate``: True, a scalar that exists when the next gather may start. ``reduced``:
-    True when a reduction is done, of the last two units."""
+    """The transfers that a trace issued last. ``gate``: a scalar True that exists when the next gather may start.
+    ``reduced``: for the last two units, True when the reduction is done."""
 
     trace: Any = None
     gate: jax.Array | None = None
@@ -122,14 +123,13 @@ class _LastIssued:
 
 @dataclass
 class Order:
-    """Of one trace of a model. ``prefetch``: 0 or 1.
+    """The order of transfers in one trace of a model. ``prefetch``: 0 or 1.
 
-    ``chained``: collectives also follow one another, which simulated devices need: what waits for a unit's gradients
-    then waits for their reduction.
-    gates_reductions: False where XLA reduces gradients as they are computed: what waits for a gate there is reduced
-    already, and copied.
-    model_axes: whether the mesh has any. A gate reads an element of each array, which XLA would send over them.
-    kept: whole weights that wait for backward.
+    ``chained``: collectives also run one after another, which simulated devices need; code that waits for a unit's
+    gradients then waits for their reduction.
+    ``gates_reductions``: False if XLA reduces gradients as they are computed: a gate would only copy reduced gradients.
+    ``model_axes``: whether the mesh has model axes. A gate reads an element of each array, which XLA would send over
+    these axes. ``kept``: whole weights that wait for backward.
     """
 
     prefetch: int
@@ -145,11 +145,11 @@ class Order:
     def gather(
         self, groups: Sequence[Group], sources: Arrays, after: Tree, *, again: bool, use: Use | None = None
     ) -> tuple[Held, Tree]:
-        """Whole weights of each group, from which its leaves are cut, and ``after``, which comes after them.
+        """Whole weights of each group, from which its leaves are sliced, and ``after``, ordered after them.
 
         ``again``: in backward. ``use``: see ``Kept.keep``.
         """
-        # Before make_room, which would drop the weights that this very unit asks for.
+        # Before make_room, which would drop the weights that this unit asks for.
         kept = self.kept.take(use)
         if kept is not None:
             return self._reuse(kept, after)
@@ -160,17 +160,17 @@ class Order:
         sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
         held = list(sources)
         if again and len(sharded) < len(groups):
-            # Else XLA keeps what forward cut from whole weights until backward, a second copy of
-            # them.
+            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as
+            # a second copy.
             held, after = fence((held, after))
         if not sharded:
             return held, after
         last = self._last_issued(again)
         name, gate = (GATHER, None) if last.gate is None else (GATHER_AHEAD, last.gate)
         if gate is None:
-            # Nothing was issued in this trace. The fence ties a constant to the unit's input:
-            # unfenced, XLA would see that the gate is True and issue the gathers of all layers at
-            # the start (unrolled recomputing layers: 30.65 MB instead of 8.21).
+            # This trace has issued nothing yet. The fence ties a constant to the unit's input: without the fence, XLA
+            # would see that the gate is True and issue the gathers of all layers at the start (unrolled recomputing
+            # layers: 30.65 MB instead of 8.21 MB).
             after, gate = fence((after, jnp.array(True)))
 
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
@@ -179,17 +179,15 @@ class Order:
                 # As in _in_turn.
                 with jax.named_scope("gather"):
                     if all(map(is_on_device, source)):
-                        # A barrier, too: else XLA makes one gather of two of the same parameter,
-                        # and keeps its weights.
+                        # Also a barrier: otherwise XLA merges two gathers of the same parameter, and keeps the weights.
                         source, gate = fence((source, gate))
                         source = hold_until(source, gate)
                     else:
                         source = fetch_after(source, gate)
                     gathered.append(groups[i].gather(source))
                 if self.chained:
-                    # The next group's gather after this one: two in flight meet under one
-                    # rendezvous key of the CPU simulator, which then aborts or hangs
-                    # (simulate_devices).
+                    # The next group's gather must wait for this one: two gathers in flight can meet under one
+                    # rendezvous key of the CPU simulator, which then aborts or hangs (simulate_devices).
                     gathered, gate = fence((gathered, gate))
             return gathered
 
@@ -199,8 +197,8 @@ class Order:
 
     def _reuse(self, held: Held, after: Tree) -> tuple[Held, Tree]:
         if not self.prefetch:
-            # Else XLA keeps what forward cut from whole weights until backward, a second copy of
-            # them.
+            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as
+            # a second copy.
             return fence((held, after))
         last = self._last_issued(True)
         gate = last.gate
@@ -208,16 +206,15 @@ class Order:
             after, gate = fence((after, jnp.array(True)))
 
         def keep(gate: jax.Array, held: Held) -> Held:
-            # What a call returns as it was given is none of its results.
+            # JAX does not count an operand that a call returns unchanged as a result of the call.
             return fence((held, gate))[0]
 
         return self._open_gate(last, mark(KEPT, keep)(gate, held), after, gate)
 
     def _open_gate(self, last: _LastIssued, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
-        # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the
-        # next gate. The reduction of the unit before the last must be done by here. Without this
-        # wait reductions could fall behind, and the whole gradients of more than two units would
-        # wait for theirs.
+        # XLA drops unused results of a barrier, so the gate that compute waits for becomes the next gate. The reduction
+        # of the unit before the last one must be done at this point. Without this wait reductions could fall behind,
+        # and more than two units' whole gradients would wait for them.
         if len(last.reduced) > 1:
             gate = jnp.logical_and(gate, last.reduced[0])
         held, after, last.gate = fence((held, after, gate))
@@ -229,56 +226,54 @@ class Order:
         held = list(sources)
         several = self._needs_gates and sum(group.strategy.shard_parameters for group in groups) > 1
         gathered: Sequence[jax.Array] = ()
-        # The first group last: what follows needs something of it, and so waits for all of them.
+        # The first group comes last: the following code needs some of its weights, and so waits for all groups.
         for i in reversed(range(len(groups))):
             source = held[i]
             if groups[i].strategy.shard_parameters:
                 if not all(map(is_on_device, source)):
-                    # XLA's schedulers move copies from the host to the front of the program, past
-                    # barriers; only a value that they cannot know holds them back (fetch_after).
+                    # XLA's schedulers move copies from the host to the front of the program, past barriers; only a
+                    # value that they cannot know delays the copies (fetch_after).
                     after, gate = fence((after, jnp.array(True)))
                     source = fetch_after(source, gate)
-                # From here on: where a sharding alone says "gather", XLA names the operation by
-                # what it reads.
+                # The scope begins here, because XLA names a gather that comes only from a sharding after its operands.
                 with jax.named_scope("gather"):
-                    # Fences 1 and 3 of unit.py: not before the unit's input, in backward not before
-                    # the cotangent. Without: gathers leave the loop over microbatches (K = 4: 32.42
-                    # MB instead of 11.37), and backward's gather merges with forward's.
+                    # Fences 1 and 3 of unit.py: wait for the unit's input, in backward for the cotangent. Otherwise
+                    # gathers leave the loop over microbatches (K = 4: 32.42 MB instead of 11.37 MB), and backward's
+                    # gather merges with forward's.
                     source, after = fence((source, after))
                     if several:
-                        # Barriers order what XLA:CPU schedules, not what its threads run at once.
+                        # Barriers order XLA:CPU's schedule, but not the concurrent execution of its threads.
                         source = hold_until(source, gate_after((after, gathered)))
                     source = gathered = groups[i].gather(source)
-                # What follows may need nothing of these weights; its collectives must still come
-                # after this one.
+                # The following code may not need these weights, but its collectives must still come after this one.
                 source, after = fence((source, after))
             elif again:
-                # Else XLA keeps what forward cut from whole weights until backward, a second copy
-                # of them.
+                # Otherwise XLA keeps the slices that forward took from whole weights until
+                # backward, as a second copy.
                 source, after = fence((source, after))
             held[i] = source
         return held, after
 
     @property
     def _needs_gates(self) -> bool:
-        """Whether barriers do not do, as of programs of simulated devices whose collectives are written."""
-        # With model axes an element that a gate reads would be sent over them, a collective more;
-        # what XLA adds there has a channel each, so that nothing can meet under one key.
+        """Whether barriers are not enough, as in simulated devices' programs with explicit collectives."""
+        # With model axes, a gate would need one more collective to read an element. Collectives that XLA adds there
+        # have one channel each, so that they cannot meet under one key.
         return self.chained and self.gates_reductions and not self.model_axes
 
     def reduce(
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
     ) -> tuple[Reduced, Tree, Arrays]:
-        """Reduced gradients of each group, and ``inner``, those of units inside, and gradients of the ``inputs``."""
+        """Reduced gradients of each group, ``inner`` (the gradients of units inside), and gradients of the
+        ``inputs``."""
         last = self._last_issued(True)
         beside = self.prefetch and not self.chained
         if beside:
-            # Else XLA may put off gradients of weights, and keep activations for them.
+            # Otherwise XLA may delay gradients of weights, and keep activations for them.
             gradients, inputs = fence((gradients, inputs))
         done = jnp.array(True)
         if beside and last.reduced:
-            # A gate that is used nowhere would be dropped, and what this unit's computation waits
-            # for with it.
+            # XLA would drop an unused gate, and with the gate the wait of this unit's computation.
             done = last.reduced[-1]
             done = done if last.gate is None else jnp.logical_and(done, last.gate)
         reduced: Reduced = []
@@ -288,11 +283,11 @@ class Order:
             elif beside:
                 reduced.append(self._reduce_beside(group, done, values))
             else:
-                # No collective during another (see hold): reductions of inner units, this one, the
-                # next gather.
+                # No collective may run during another (see hold): reductions of inner units, this reduction, the next
+                # gather.
                 values, inner, reduced = fence((values, inner, reduced))
                 if self._needs_gates and reduced:
-                    # Gradients of vectors alone may need nothing of units inside.
+                    # Gradients of vectors may not depend on the units inside.
                     values = hold_until(values, gate_after((inner, reduced)))
                 with jax.named_scope("reduce"):
                     reduced.append(group.reduce(values))
@@ -302,10 +297,10 @@ class Order:
                 reduced, done = fence((reduced, jnp.array(True)))
                 last.reduced = [*last.reduced[-1:], done]
         else:
-            # Also without a reduction: else XLA puts off gradients of weights, and keeps
-            # activations for them (4 x 8 rows of the decoder under "optim" with recomputation: 94
-            # MB, with the fence 59). The gate goes along, so that the next gather, which waits for
-            # it, follows this reduction.
+            # The fence is needed even without a reduction: otherwise XLA delays gradients of weights, and keeps
+            # activations for them (4 x 8 rows of the decoder under "optim" with recomputation: 94 MB without the fence,
+            # 59 MB with it). The fence includes the gate, so that the next gather, which waits for the gate, follows
+            # this reduction.
             reduced, inputs, last.gate = fence((reduced, inputs, last.gate))
         return reduced, inner, inputs
 
@@ -314,19 +309,17 @@ class Order:
     ) -> tuple[jax.Array, ...]:
         def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope("reduce"):
-                # Gates of reductions are choices, no barriers: nothing may use what leaves a
-                # barrier, and XLA then drops the dependence. In the pjit engine what waits is
-                # reduced already, and the choice would be a copy of it.
+                # Gates of reductions are selects, not barriers: if nothing uses a barrier's result, XLA drops the
+                # dependence. In the pjit engine the gradients are already reduced, and the select would copy them.
                 return group.reduce(hold_until(gradients, done) if self.gates_reductions else gradients)
 
         return mark(REDUCE, reduce)(done, *gradients)
 
     def _last_issued(self, backward: bool) -> _LastIssued:
-        """Of the present trace; empty where nothing is known of it."""
+        """The last transfers of the current trace; empty if none are known."""
         last = self._issued[backward]
-        # A gate is a tracer of its trace. Once that has ended JAX refuses it
-        # (UnexpectedTracerError), and in the body of a loop a gate from around it would be an
-        # operand of the loop.
+        # A gate is a tracer of its trace. After the trace has ended, JAX refuses the gate (UnexpectedTracerError), and
+        # in the body of a loop a gate from outside would be an operand of the loop.
         trace = get_opaque_trace_state()
         if last.trace != trace:
             last.trace, last.gate, last.reduced = trace, None, []

@@ -1,5 +1,4 @@
-"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward,
-reduce-scatter.
+"""Use a unit's weights without keeping them: gather, apply, drop; in backward gather again and reduce-scatter.
 
 The order of one training step over two units A and B inside the root R, under
 ``optim_grads_params``::
@@ -7,29 +6,25 @@ The order of one training step over two units A and B inside the root R, under
     forward    gather R | gather A, apply A, drop A | gather B, apply B, drop B | loss, drop R
     backward   gather R | gather B, backward B, scatter dB | gather A, backward A, scatter dA | scatter dR
 
-``UnitCall`` says what happens in which phase, and ``order.py`` when its transfers run. Three fences
-make XLA keep that order:
+``UnitCall`` defines the phases, and ``order.py`` schedules their transfers. Three fences make XLA keep that order:
 
-1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at
-   the start;
-2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the
-   gathered weights and so keeps the whole buffer alive until backward;
-3. the second gather waits for the output's cotangent and the saved activations, or it merges with
-   the first.
+1. A gather waits for the unit's input. Otherwise XLA issues the gathers of all units and microbatches at the start.
+2. A unit's output and its residuals leave together. Otherwise XLA recomputes a small residual from the gathered
+   weights, and so keeps the whole buffer alive until backward.
+3. The second gather waits for the output's cotangent and the saved activations. Otherwise XLA merges it with the first.
 
-A unit whose weights are whole during the step needs no gather, but its gradients still leave it
-here, as one array. With ``recompute`` a unit saves its inputs alone, and backward applies it again
-with the weights that it has gathered anyway; units inside are gathered for it once more, but for
-the last ones (``order.py``). With a name instead (``bridge.core.sharding.policy.recompute``) it
-saves the results of products as well.
+A unit whose weights are whole during the step needs no gather, but its gradients still leave through this module, as
+one array. With ``recompute`` a unit saves only its inputs, and backward applies the unit again with the weights that
+backward gathers anyway; this gathers units inside once more, except the last ones (``order.py``). With a name instead
+of True (``bridge.core.sharding.policy.recompute``) the unit also saves the results of products.
 
-Under ``jax.vmap``, as a model for one row is called on many, a unit is vectorized inside::
+Under ``jax.vmap``, for example of a model for one row, a unit is vectorized inside::
 
     jax.vmap(model)(rows)      for each unit   gather, vmap(apply) over all rows, reduce the sum of their gradients
 
-JAX's own way would vectorize the gather and the backward, too, so that a gradient of every row is
-kept and reduced. The axis has its name inside of the unit, and a result that is one for all rows,
-such as a mean over the axis, stays so.
+JAX itself would also vectorize the gather and the backward, so that a gradient of every row is kept and reduced. The
+axis keeps its name inside the unit, and a result that is the same for all rows, such as a mean over the axis, is not
+batched.
 """
 
 from __future__ import annotations
@@ -51,20 +46,19 @@ from jax_impl.runtime.program.residuals import Saved, with_dependence, with_deri
 from jax_impl.runtime.unit.order import Held, Order
 
 Leaves = tuple[jax.Array, ...]
-# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its
-# weights come.
+# For each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
 Collectors = tuple[tuple[jax.Array, ...], ...]
 Sources = tuple[tuple[jax.Array, ...], ...]
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
+    """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` from their sources.
 
-    ``order``: of the model's transfers. ``derives``: see ``residuals.py``.
+    ``order``: order of the model's transfers. ``derives``: see ``residuals.py``.
 
-    What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
-    no plain forward or backward.
+    In profiles, the unit's operations have ``name`` in their names, followed by "gather", "recompute" or "reduce"
+    except in plain forward and backward.
     """
 
     name: str
@@ -83,11 +77,10 @@ class UnitCall:
     ) -> Any:
         """``inner`` holds collectors and sources of the units inside this one; ``inputs`` are pytrees of arrays.
 
-        Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
+        The derivative by ``collectors`` is each group's reduced gradient; sources have no gradient.
         """
         if any(group.layers is not None for group in self.groups):
-            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own
-            # way is for that.
+            # Members of an ensemble have different weights, and units may be inside: use JAX's own vectorization.
             return self._call_once(collectors, sources, inner, *inputs)
         return call_batched(self._call_with, self.apply, collectors, sources, inner, *inputs)
 
@@ -95,8 +88,8 @@ class UnitCall:
         return replace(self, apply=apply)._call_once
 
     def _call_once(self, *arrays: Any) -> Any:
-        # Profiles and XLA's text show the unit by this name, and refusals of loops around a gather
-        # find it there (modules/device_values.py).
+        # Profiles and XLA's text show the unit by this name, and errors about loops around a gather use it
+        # (modules/device_values.py).
         in_scope = jax.named_scope(self.name)
         call = jax.custom_vjp(in_scope(self._primal))
         call.defvjp(in_scope(self._forward), in_scope(self._backward))
@@ -113,11 +106,11 @@ class UnitCall:
         return output, (sources, inner, saved, use)
 
     def _apply_and_save(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
-        """The output, and what backward needs besides weights."""
+        """The output, and the residuals for backward without weights."""
         if self.recompute is True:
             return self.apply(leaves, inner, *inputs), inputs
         if not self._is_sharded:
-            # No fence 2: weights that are whole during the step are there in backward anyway.
+            # No fence 2: weights that are whole during the step exist in backward anyway.
             output, vjp = self._differentiate(leaves, inner, *inputs)
             return output, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp)))
         if self.derives:
@@ -126,10 +119,10 @@ class UnitCall:
             (output, vjp), every = with_dependence(self._differentiate, leaves, inner, *inputs)
             results = len(jax.tree.leaves(output))
             depends, rest = every[:results], Saved.of(vjp, every[results:])
-        # Fence 2. Without it ``dot + bias`` is computed again in backward from a slice of what was
-        # gathered, and each layer's whole buffer stays for its bias (unrolled: 27.75 MB instead of
-        # 8.98). Constants stay out, or they would be arrays: on 64 GPUs the pjit engine then held
-        # four times the memory of a step by hand.
+        # Fence 2. Without it, backward computes ``dot + bias`` again from a slice of the gathered buffer, and each
+        # layer's whole buffer stays alive for its bias (unrolled: 27.75 MB instead of 8.98 MB). Constants do not pass
+        # the fence, or they would become arrays: compiled for 64 GPUs, the pjit engine then needed four times the
+        # memory of a step written by hand.
         output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
         return output, replace(rest, varying=varying)
 
@@ -137,13 +130,12 @@ class UnitCall:
         vjp: Any
         apply = self.apply
         if isinstance(self.recompute, str):
-            # The policy sees what the unit computes, not the gather, which is outside of ``apply``.
+            # The policy sees the unit's computation, not the gather, which is outside ``apply``.
             apply = jax.checkpoint(apply, policy=getattr(jax.checkpoint_policies, self.recompute))
         output, vjp = jax.vjp(apply, leaves, inner, *inputs)
-        # Residuals that are arguments are listed apart, so weights can be left out and put back.
-        # Policies of jax.checkpoint cannot do that: those that refuse gathers by name keep the
-        # slices of what was gathered (6 scanned layers: 38.1 MB, as much as without a policy; left
-        # out like this 18.5).
+        # JAX lists residuals that are arguments separately, so weights can be removed and put back. Policies of
+        # jax.checkpoint cannot do that: policies that refuse gathers by name keep the slices of the gathered buffer (6
+        # scanned layers: 38.1 MB, as without a policy; 18.5 MB with this removal).
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
@@ -152,9 +144,8 @@ class UnitCall:
         whole = self.recompute is True
         varying = rest if whole else rest.varying
         if self.recompute:
-            # Without it XLA would merge the second forward with the first, and keep what that
-            # computed, where no gather has a barrier between: where neither this unit nor one
-            # around it has weights of its own.
+            # Without this fence XLA would merge the second forward with the first, and keep its results, if no gather
+            # puts a barrier between them: if neither this unit nor an enclosing unit has its own weights.
             cotangent, varying = fence((cotangent, varying))
         held, (cotangent, varying) = self.order.gather(
             self.groups, open_sealed(sources), (cotangent, varying), again=True, use=use
@@ -166,7 +157,7 @@ class UnitCall:
         else:
             vjp = replace(rest, varying=varying).whole(leaves, inner)
             vjp.args_res[:2] = [leaves, inner]
-        # Fence 3 is in the order's gather above: the weights wait for cotangent and saved arrays.
+        # Fence 3 is in ``order.gather`` above: the weights wait for the cotangent and the saved arrays.
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
         reduced, collected, input_gradients = self.order.reduce(
@@ -184,11 +175,10 @@ class UnitCall:
             with self.order.kept.recomputing():
                 return jax.vjp(self.apply, leaves, inner, *inputs)[1]
         except NameError as error:
-            # Of a vmap that is vectorized in JAX's own way, no name is known in backward.
+            # If JAX itself vectorizes a vmap, backward does not know the axis name.
             raise ValueError(
-                f"unit {self.name!r}: expected no loop and no stack of layers between a vmap that names its axis and a "
-                "unit that uses the name and is recomputed, got one: use vmap inside of the loop, or recompute=False "
-                f"({error})"
+                f"unit {self.name!r}: expected no loop and no stack of layers between a vmap with a named axis and a "
+                f"recomputed unit that uses the name, got one: use vmap inside the loop, or recompute=False ({error})"
             ) from error
 
     @property
@@ -200,7 +190,7 @@ class UnitCall:
 
 
 Apply = Callable[..., Any]
-# Of a name that a unit uses, the index along that axis: only the vmap that has the name maps it.
+# An axis name that a unit uses, with the index along that axis: only the vmap with that name maps the index.
 Axes = Sequence[tuple[Any, jax.Array]]
 
 
@@ -215,15 +205,15 @@ def call_batched(
 ) -> Any:
     """``calling(apply)(collectors, sources, inner, *inputs)``; ``apply(leaves, inner, *inputs)`` is vectorized.
 
-    Weights are the same for all of the batch. A loop around the call is vectorized in JAX's way, since it is traced
-    before it is vectorized. ``axes``: those of the vmaps around, where some are done already.
+    The whole batch uses the same weights. JAX itself vectorizes a loop around the call, because a loop is traced before
+    it is vectorized. ``axes``: the axes of the enclosing vmaps that remain, if some are already done.
     """
     plain = calling(apply)
     if is_mapped((inputs, [index for _, index in axes or ()])) is None:
         return plain(collectors, sources, inner, *inputs)
     program, shapes = jax.make_jaxpr(plain, return_shape=True)(collectors, sources, inner, *inputs)
     if axes is None:
-        # In the same order in all processes.
+        # All processes must use the same order.
         names = sorted({effect.name for effect in program.effects if hasattr(effect, "name")}, key=str)
         axes = [(name, jax.lax.axis_index(name)) for name in names]
 
@@ -235,8 +225,8 @@ def call_batched(
     def _(size: int, mapped: list[Any], indices: Any, *arrays: Any) -> Any:
         if any(jax.tree.leaves(mapped[1:4])):
             raise ValueError(
-                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, "
-                'whose path fully_shard is told (stacked=["members"])'
+                "unit: expected the same weights for the whole vmap, got different weights: an ensemble is a stack, "
+                'so pass its path to fully_shard (stacked=["members"])'
             )
         name = next((name for (name, _), is_named in zip(axes, mapped[0], strict=True) if is_named), None)
         vectorized, flags = _vectorize(apply, size, name, mapped[4:])
@@ -248,7 +238,7 @@ def call_batched(
 
 
 def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tuple[Apply, list[bool]]:
-    """``apply`` over axis 0 of what is ``mapped`` of its inputs, and, after a call, which results have that axis."""
+    """``apply`` over axis 0 of its ``mapped`` inputs, and, after a call, which results have that axis."""
     axes = jax.tree.map(lambda apply_row: 0 if apply_row else None, tuple(mapped))
     flags: list[bool] = []
 
@@ -258,7 +248,7 @@ def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tup
         def apply_row(row: jax.Array, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(apply(*arguments))
             structures.append(structure)
-            # The place is mapped, so that this vmap is the one that answers.
+            # ``row`` is mapped, so that this vmap is the one that answers.
             flags[:] = is_mapped((row, leaves))[1]
             pairs = list(zip(leaves, flags, strict=True))
             return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
@@ -271,9 +261,9 @@ def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tup
 
 
 def is_mapped(values: Any) -> Any:
-    """Which of ``values`` the innermost ``jax.vmap`` around maps, None where no vmap maps any.
+    """Which of ``values`` the innermost enclosing ``jax.vmap`` maps; None if no vmap maps any.
 
-    A custom_vmap alone could not be differentiated where there is none.
+    A custom_vmap without this check could not be differentiated outside a vmap.
     """
     answers: list[Any] = []
 
@@ -287,6 +277,6 @@ def is_mapped(values: Any) -> Any:
         return values, mapped[0]
 
     if jax.tree.leaves(values):
-        # The answer is wanted, not the result: stopped, the probe is no part of any derivative.
+        # Only the answer matters, not the result: with stop_gradient, the probe is not part of any derivative.
         probe(jax.lax.stop_gradient(values))
     return answers[0] if answers else None

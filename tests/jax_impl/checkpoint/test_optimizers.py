@@ -111,7 +111,7 @@ def test_an_optimizer_with_other_arrays_is_refused_by_name(tmp_path: Path, make:
     optimizer = make()
     state = init_state(plan, shard_weights(plan, parameter_leaves(runs.model())), optimizer)
     with pytest.raises(
-        ValueError, match=f"optimizer state 'opt_state/{name}': expected an array for each of the weights'"
+        ValueError, match=f"optimizer state 'opt_state/{name}': expected an array for each weight array"
     ):
         save_checkpoint(tmp_path / "c", plan, state)
     assert list(tmp_path.iterdir()) == []

@@ -192,7 +192,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     parameters = save(tmp_path / "a", {"params": program.parameters})
     for strict in (True, False):
         with pytest.raises(
-            CheckpointError, match=r"variables=jax_impl.variable_leaves\(model\) gives .*variables/dropout"
+            CheckpointError, match=r"variables=jax_impl.variable_leaves\(model\) supplies .*variables/dropout"
         ):
             load_checkpoint(parameters, plan, strict=strict)
     fewer = save(tmp_path / "b", {"params": without(program.parameters, "head", "kernel")})
@@ -201,13 +201,13 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for strict in (True, False):
         with pytest.raises(
             CheckpointError,
-            match=r"checkpoint\? strict=False with initial=state .*Missing: params/head/kernel; unexpected",
+            match=r"optimizer\. strict=False with initial=state .*Missing: params/head/kernel; unexpected",
         ):
             load_checkpoint(fewer, plan, strict=strict, variables=variables)
         with pytest.raises(CheckpointError, match=r"another shape .*head/kernel \(expected \(12, 5\), got"):
             load_checkpoint(other, plan, strict=strict, variables=variables)
     more = save(tmp_path / "d", {"params": program.parameters, "ema": program.parameters})
-    with pytest.raises(CheckpointError, match=r"strict=False .*unexpected: ema/blocks/0/bias"):
+    with pytest.raises(CheckpointError, match=r"strict=False, .*unexpected: ema/blocks/0/bias"):
         load_checkpoint(more, plan, variables=variables)
     ignored = load_checkpoint(more, plan, strict=False, variables=variables).ignored
     assert len(ignored) == 5

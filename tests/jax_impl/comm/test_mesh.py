@@ -21,7 +21,7 @@ from tests.support.compiler_effort import inherited_flags
 def test_more_devices_than_exist_are_refused():
     with pytest.raises(ValueError, match=f"expected 1 to {len(jax.devices())} devices .*, got 99"):
         data_parallel_mesh(99)
-    with pytest.raises(ValueError, match=r"at least one device, got \{'dp': 0\}"):
+    with pytest.raises(ValueError, match=r"at least one device on each axis, got \{'dp': 0\}"):
         data_parallel_mesh(0)
     with pytest.raises(ValueError, match=r"one or two data-parallel axes.*got \{'a': 1, 'b': 1, 'c': 1\}"):
         data_parallel_mesh({"a": 1, "b": 1, "c": 1})
@@ -32,9 +32,7 @@ def test_more_devices_than_exist_are_refused():
 )
 def test_a_mesh_has_data_parallel_axes_and_then_model_axes(names):
     sizes = dict.fromkeys(names, 1)
-    message = (
-        r"one or two data-parallel axes, outer to inner, and then at most two model axes \(names tp, .*got "
-    )
+    message = r"one or two data-parallel axes, outer to inner, then at most two model axes \(names tp, .*got "
     with pytest.raises(ValueError, match=message + re.escape(str(sizes))):
         checked_mesh(Mesh(np.array(jax.devices()[:1]).reshape([1] * len(names)), names))
     with pytest.raises(ValueError, match=message):

@@ -375,9 +375,9 @@ def test_processes_that_do_not_do_the_same_are_told(groups: dict[str, jobs.Group
     group = groups["2x2"]
     assert group.run(jobs.save, path=str(tmp_path / "c")) == [{"saved": True}] * 2
     for error in raised(group.run(jobs.save_or_load, path=str(tmp_path / "c"), loader=1)):
-        assert "process 1: expected to be at 'save: open' like the others, got 'load: choose'" in error
+        assert "process 1: expected step 'save: open' as on the others, got 'load: choose'" in error
     errors = raised(group.run(jobs.save_other_plans, path=str(tmp_path / "new")))
-    assert all("a plan and a state like the first process's" in error for error in errors)
+    assert all("expected the first process's plan and state" in error for error in errors)
     errors = raised(group.run(jobs.save_own_paths, path=str(tmp_path / "new")))
     differing = "process 1: expected the path .*new-0 as on process 0, got the path .*new-1"
     assert all(re.search(differing, error) for error in errors)

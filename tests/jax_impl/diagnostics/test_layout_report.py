@@ -129,7 +129,7 @@ def test_frozen_parameters_and_units_without_parameters():
 
 
 def test_whole_parameters_are_named():
-    with pytest.warns(RuntimeWarning, match="whole everywhere"):
+    with pytest.warns(RuntimeWarning, match="every device holds them whole"):
         plan, _ = fully_shard(decoder(), data_parallel_mesh(4), engine="pjit")
     last = str(plan).splitlines()[-1]
     assert sorted(layout_report(plan).whole) == sorted(plan.whole_parameters)

@@ -114,5 +114,5 @@ def test_bfloat16_and_what_has_no_values():
         jax.jit(lambda w: find_nonfinite(plan, w))(weights)
     for array in weights.values():
         array.delete()
-    with pytest.raises(ValueError, match="expected values, got an array that was given up"):
+    with pytest.raises(ValueError, match="expected values, got an array that was donated"):
         find_nonfinite(plan, weights)

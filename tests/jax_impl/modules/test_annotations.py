@@ -55,7 +55,7 @@ def said(call: Callable[[], object]) -> list[str]:
 )
 def test_annotations_that_name_an_axis_are_warned_of(make: Callable[[], Any], shown: str) -> None:
     (text,) = said(lambda: warn_of_annotations(as_module(make())))
-    assert f"model: 1 parameters carry sharding annotations, which have no effect: {shown}" in text
+    assert f"model: 1 parameters have sharding annotations that have no effect: {shown}" in text
     assert "flax.linen.meta.unbox(params)" in text
 
 

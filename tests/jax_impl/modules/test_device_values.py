@@ -15,7 +15,7 @@ from jax import lax
 from jax_impl import data_parallel_mesh, fully_shard, init_state, make_eval_step, make_train_step
 
 WIDTH = 4
-WAYS_OUT = r"wait for each other for ever.*jax.lax.psum\(jnp.sum\(~done\), .*engine='pjit'"
+WAYS_OUT = r"wait for each other forever.*jax.lax.psum\(jnp.sum\(~done\), .*engine='pjit'"
 
 
 class Layers(nnx.Module):

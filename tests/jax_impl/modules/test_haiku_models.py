@@ -143,5 +143,5 @@ def test_a_checkpoint_of_a_network_goes_on(tmp_path: Any) -> None:
 )
 def test_parameters_with_one_path_are_refused(tree: Any, paths: str) -> None:
     arrays = jax.tree.map(lambda value: np.full(3, value, np.float32), tree)
-    with pytest.raises(ValueError, match=f"paths of their own, none below another, got {paths} twice"):
+    with pytest.raises(ValueError, match=f"unique paths, none below another, got {paths} twice"):
         plan_sharding(arrays, data_parallel_mesh(4), units=[])

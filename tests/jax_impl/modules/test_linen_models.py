@@ -152,7 +152,7 @@ def test_modules_train(net, given, units, engine):
             Mapped(),
             features(),
             ["mapped"],
-            "unit 'mapped', no stack: expected a linen module .* inside of nn.scan or nn.vmap",
+            "unit 'mapped', no stack: expected a linen module .* inside nn.scan or nn.vmap",
         ),
         (
             Mapped(),

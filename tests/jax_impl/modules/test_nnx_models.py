@@ -352,7 +352,7 @@ def test_weights_of_a_unit_cannot_be_reached_from_outside():
             return self.embed.embedding[...][tokens]
 
     with pytest.raises(
-        ValueError, match="parameter 'embedding' of unit 'embed': expected a use inside of the unit"
+        ValueError, match="parameter 'embedding' of unit 'embed': expected a use only inside the unit"
     ):
         sharded(Reaching(nnx.Rngs(0)), mean_square, np.zeros((4, 2), np.int32), units=["embed"])
 

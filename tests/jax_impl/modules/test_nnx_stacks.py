@@ -177,6 +177,6 @@ def test_a_stack_that_is_used_at_once_is_refused():
 
     step = make_train_step(plan, at_once, optax.sgd(0.1))
     with pytest.raises(
-        ValueError, match=r"unit 'layers': expected its 4 layers in a loop .*stacked=\[\.\.\.\]"
+        ValueError, match=r"unit 'layers': expected a loop or map over its 4 layers .*stacked=\[\.\.\.\]"
     ):
         step.gradients(weights, rows(0)[:, :DIM], variable_leaves(model))

@@ -121,7 +121,7 @@ def test_layers_of_a_stack_are_cut_by_dimensions_of_one_layer() -> None:
     by_path = cuts(model, {"layers/*/mlp/up": "colwise"}, stacked=["layers"])
     assert by_path == {"layers/mlp/up/kernel": (("tp", 1),)}
     with pytest.raises(
-        ValueError, match=r"'layers/mlp/up/kernel': expected all 2 layers .* cut alike.* got 1"
+        ValueError, match=r"'layers/mlp/up/kernel': expected equal cuts of all 2 layers .* got cuts of 1"
     ):
         cuts(model, {"layers/1/mlp/up": "colwise"}, stacked=["layers"])
 
@@ -365,12 +365,12 @@ def test_an_annotated_model_is_born_cut_without_a_mesh_around(engine: str) -> No
             {"dp": 1, "ep": 2, "tp": 2},
             r"parameter 'up' \(8, 12\): expected one axis that cuts dimension 1, got 'ep' and 'tp'",
         ),
-        (Annotated((), (), ()), None, TP, r"mesh: nothing is cut over the model axis 'tp'.*Rename the axis"),
+        (Annotated((), (), ()), None, TP, r"mesh: the model axis 'tp' cuts no parameter.*Rename the axis"),
         (
             Kinds(),
             {"linear": "colwise"},
             {"dp": 1, "ep": 2, "tp": 2},
-            "nothing is cut over the model axis 'ep'",
+            "the model axis 'ep' cuts no parameter",
         ),
         (
             Kinds(),
@@ -396,7 +396,7 @@ def test_an_annotated_model_is_born_cut_without_a_mesh_around(engine: str) -> No
             Kinds(),
             {"linear": "colwise"},
             {"dp": 1, "tp": 2, "model": 2},
-            r"expected one model axis that 'colwise' of 'linear' can mean, got \['tp', 'model'\]",
+            r"expected one model axis to which 'colwise' of 'linear' can apply, got \['tp', 'model'\]",
         ),
         (
             Kinds(),
@@ -412,10 +412,10 @@ def test_what_does_not_fit_is_refused_by_name(model: Any, parallel: Any, sizes: 
 
 
 def test_every_way_to_a_plan_refuses_a_model_axis_over_which_nothing_is_cut() -> None:
-    with pytest.raises(ValueError, match="nothing is cut over the model axis 'tp'"):
+    with pytest.raises(ValueError, match="the model axis 'tp' cuts no parameter"):
         plan_sharding(Kinds(), data_parallel_mesh(TP), units=[])
     policy = ShardingPolicy.parse('[mesh]\ndp = 2\ntp = 2\n[[unit]]\nmatch = ""\n')
-    with pytest.raises(ValueError, match="nothing is cut over the model axis 'tp'"):
+    with pytest.raises(ValueError, match="the model axis 'tp' cuts no parameter"):
         policy.apply(Kinds(), mesh=data_parallel_mesh(TP))
 
 

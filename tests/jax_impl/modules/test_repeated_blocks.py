@@ -54,5 +54,5 @@ def test_a_model_without_blocks_is_refused_with_its_modules() -> None:
     with pytest.raises(ValueError, match=r"repeated blocks.*modules \['down', 'up'\]: choose units=\["):
         units_of(model)
     assert units_of(model, units=[]) == []
-    with pytest.raises(ValueError, match=r"units: expected a list of patterns, got 'up': \['up'\]"):
+    with pytest.raises(ValueError, match=r"units: expected a list of patterns, got 'up': use \['up'\]"):
         units_of(model, units="up")

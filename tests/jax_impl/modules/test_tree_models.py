@@ -289,7 +289,7 @@ def test_arrays_of_a_loops_passes_must_be_arguments():
 
         return jax.lax.scan(body, params["embed"][tokens], jnp.arange(3.0))[0].mean()
 
-    refused(looped, "or on the passes of a loop, as arguments")
+    refused(looped, "or on the iteration of a loop, as arguments")
 
 
 def test_weights_of_a_unit_outside_of_call_unit():
@@ -298,7 +298,7 @@ def test_weights_of_a_unit_outside_of_call_unit():
         lambda p, _: list(p["layers"][0].up), r"__iter__ of parameter 'up' of unit 'layers/0': .*call_unit"
     )
     refused(
-        lambda p, _: jax.lax.neg(p["layers"][0].up), r"expected parameters of a unit inside of the unit only"
+        lambda p, _: jax.lax.neg(p["layers"][0].up), r"expected parameters of a unit only inside the unit"
     )
     refused(
         lambda p, _: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
@@ -325,7 +325,7 @@ class Same:
         ({"a.b": jnp.ones(2)}, "node '': expected keys .*got 'a.b'"),
         (
             {"a": {Same(1): jnp.ones(2), Same(2): jnp.ones(2)}},
-            "node 'a': expected keys with names of their own",
+            "node 'a': expected keys with unique names",
         ),
         ({"a": {"b": 2.0}}, "parameter 'a/b': expected an array, got float"),
         ({"a": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}, "parameter 'a/0': .* got an nnx module, Linear"),

@@ -202,15 +202,15 @@ def test_the_models_own_pytree_is_given_where_a_mask_was_made_of_it(engine: str)
 
 
 @pytest.mark.fast_cases(
-    "optimizer1-updates one flat array a unit, by unit, or the tree of the model's parameters.*got ValueError"
+    "optimizer1-updates one flat array per unit, by unit, or the tree of the model's parameters.*got ValueError"
 )
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optax.lbfgs(), "from gradients, state, weights and the loss alone, got TypeError: .*'value_fn'"),
+        (optax.lbfgs(), "from only gradients, state, weights and the loss, got TypeError: .*'value_fn'"),
         (
             optax.adamw(RATE, mask={"blocks": True}),
-            "updates one flat array a unit, by unit, or the tree of the model's parameters.*got ValueError",
+            "updates one flat array per unit, by unit, or the tree of the model's parameters.*got ValueError",
         ),
     ],
 )
@@ -407,5 +407,5 @@ def is_state(node: Any) -> bool:
 def test_labels_that_depend_on_how_flax_gives_a_state_are_refused(engine: str) -> None:
     plan, _ = fully_shard(Blocks(nnx.Rngs(0)), data_parallel_mesh(4), engine=engine)
     optimizer = of_blocks(lambda path: jax.tree_util.keystr(path).endswith("['kernel']"))
-    with pytest.raises(ValueError, match=r"nnx.as_pure of it, got ones that differ"):
+    with pytest.raises(ValueError, match=r"its nnx.as_pure, got masks or labels that differ"):
         make_train_step(plan, lambda model, x: jnp.mean(model(x)), optimizer)

@@ -98,7 +98,7 @@ def assert_trains_as_unsharded(name: str, engines: Any = ENGINES, devices: Any =
     except Exception:
         # It needs more (a function of the loss, gradients of single rows), also on the unsharded model.
         for engine in engines:
-            with pytest.raises(ValueError, match="from gradients, state, weights and the loss alone"):
+            with pytest.raises(ValueError, match="from only gradients, state, weights and the loss"):
                 trained(engine, devices[-1], by_name())
         return 0.0
     worst = 0.0

@@ -131,7 +131,7 @@ def odd_sizes() -> dict[str, Any]:
 def test_moments_that_no_device_can_have_a_part_of_are_named(tmp_path: Path) -> None:
     plan, weights = fully_shard(odd_sizes(), data_parallel_mesh(4), units=["layers/*"])
     optimizer = optax.lamb(RATE)
-    message = r"No dimension of 2 of 3 of them, 88% of the elements.*\('head', 'layers/0/w'\)"
+    message = r"2 of 3 parameters \(88% of the elements\).*\('head', 'layers/0/w'\)"
     with pytest.warns(RuntimeWarning, match=message) as caught:
         state = init_state(plan, weights, optimizer)
     assert [warning.filename for warning in caught] == [__file__]

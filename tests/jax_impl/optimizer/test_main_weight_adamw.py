@@ -146,10 +146,10 @@ def test_a_schedule_works_in_scan_and_leaves_the_dtypes_alone():
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (lambda done: jnp.zeros(3), r"schedule that gives a scalar, got ArrayImpl of shape \(3,\)"),
-        (lambda done: np.zeros(3), r"schedule that gives a scalar, got ndarray of shape \(3,\)"),
+        (lambda done: jnp.zeros(3), r"schedule that returns a scalar, got ArrayImpl of shape \(3,\)"),
+        (lambda done: np.zeros(3), r"schedule that returns a scalar, got ndarray of shape \(3,\)"),
         (lambda done: -1.0, "learning_rate >= 0, got -1"),
-        (lambda done: done > 3, "schedule that gives a scalar"),
+        (lambda done: done > 3, "schedule that returns a scalar"),
     ],
 )
 def test_a_schedule_that_gives_no_learning_rate_is_refused(schedule, message):

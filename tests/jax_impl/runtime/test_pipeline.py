@@ -184,7 +184,7 @@ def test_what_is_refused_is_named_with_its_line():
     batch = shard_batch(plan, rows())
     with pytest.raises(
         ValueError,
-        match=r"expected parameters of a unit inside .*, got another use at .*test_pipeline\.py:\d+ ",
+        match=r"expected parameters of a unit only inside .*, got another use at .*test_pipeline\.py:\d+ ",
     ):
         jax.make_jaxpr(make_gradients(plan, outside))(weights, batch)
     with pytest.raises(ValueError, match="quotient by a sum over the batch"):

@@ -281,10 +281,10 @@ def test_sums_go_over_microbatches_too() -> None:
         (counted, {}, r"variable 'counts' \(Variable\): expected the same value on all devices, or a rule"),
         (counted_by_choice, {}, r"variable 'calls' \(Variable\): expected the same value on all devices"),
         (largest, {}, r"variable 'largest' \(Largest\)"),
-        (decayed, {"counts": "sum"}, r"'sum': expected the value before and what.*psum\(batch_counts"),
-        (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (decayed, {"counts": "sum"}, r"'sum': expected the old value plus an increment.*psum\(batch_counts"),
+        (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the old value plus an increment"),
         (kept_from_the_pass_before, {}, r"variable 'average' \(Variable\): expected the same value"),
-        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the old value plus an increment"),
         (counted, {"calls": "sum", "counts": "sum"}, "variable 'calls': rule 'sum'"),
     ],
 )
@@ -459,9 +459,7 @@ def test_counts_of_one_devices_rows_are_refused_where_devices_see_their_own(chan
         one_step(change, {}, "shard_map")
     plan, weights = fully_shard(Codebook(nnx.Rngs(0), change), data_parallel_mesh(4))
     state = init_state(plan, weights, optax.sgd(0.1))
-    with pytest.raises(
-        ValueError, match=r"variable 'calls'.*x\.shape\[0\] is inside of a step: count the rows"
-    ):
+    with pytest.raises(ValueError, match=r"variable 'calls'.*is x\.shape\[0\] inside a step: count the rows"):
         make_eval_step(plan, lambda model, x: model(x), mutable=True)(state, rows())
     alone = Codebook(nnx.Rngs(0), change)
     alone(jnp.asarray(rows()))

@@ -68,7 +68,7 @@ def literal_shards() -> list[object]:
     assert over_one.placements == (Replicate(), RowShard((0, 3, 6)))
     assert shard_index(mesh, (0, 1)) == n * 2 + m
     assert shard_index(mesh, (0, 1), (1, 0)) == 1
-    return [row_range_of(over_two), row_range_of(over_one), row_range_of(over_two, 3)]
+    return [row_range_of(over_two), row_range_of(over_one), row_range_of(over_two, (1, 1))]
 
 
 def test_the_outer_coordinate_counts_fastest(ranks: RankGroup) -> None:

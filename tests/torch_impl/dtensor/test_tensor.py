@@ -65,7 +65,7 @@ def test_boxes_cover_each_element_once_and_full_tensor_is_bitwise_right() -> Non
         assert torch.equal(tensor.redistribute(placements=[Replicate()]).to_local(), full)
         covered = torch.zeros(shape)
         for rank in range(3):
-            for offsets, sizes in local_boxes(tensor, rank):
+            for offsets, sizes in local_boxes(tensor, (rank,)):
                 covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert torch.equal(covered, torch.ones(shape))
         for (offsets, sizes), piece in zip(local_boxes(tensor), local_pieces(tensor), strict=True):

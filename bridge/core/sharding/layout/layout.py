@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from bridge.core.sharding.layout import drawing
 from bridge.core.sharding.layout.slot import Part, Slot, is_size
+from bridge.core.views import Viewed
 
 SLOT_FIELDS = ("block", "buffer", "name", "offset", "shape")
 _FIELDS = ("num_shards", "shard_sizes", "slots")
@@ -51,7 +52,7 @@ _MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, repr=False)
-class Layout:
+class Layout(Viewed):
     """A checked placement of parameters in flat buffers of ``num_shards`` equal shards each.
 
     Args:
@@ -265,15 +266,19 @@ class Layout:
         """SHA-256 of the canonical JSON, in hex: equal on two ranks exactly when they cut alike."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.render()
+
+    def summary(self) -> str:
+        """One line: the size of shards, and padding."""
+        sizes = " + ".join(map(str, self.shard_sizes)) or "0"
+        aligned = f", align {self.align}" if self.align > 1 else ""
+        padding = f"{self.numel} real, {100 * self.overhead():.2f} % padding"
+        return f"{self.num_shards} shards x {sizes} elements, {padding}{aligned}"
 
     def render(self, width: int = 80) -> str:
         """The buffers drawn to scale in about ``width`` columns a rank, then who owns which rows."""
-        sizes = " + ".join(map(str, self.shard_sizes)) or "0"
-        padding = 100 * self.overhead()
-        lines = [f"{self.num_shards} shards x {sizes} elements, {self.numel} real, {padding:.2f} % padding"]
-        lines[0] += f", align {self.align}" if self.align > 1 else ""
+        lines = [self.summary()]
         ranks = drawing.drawn_ranks(self.num_shards)
         for rank in ranks:
             if rank is None:

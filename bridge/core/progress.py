@@ -1,0 +1,55 @@
+"""How far a long call is, for whoever waits at a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+Follow = Callable[..., None] | Literal[False] | None
+"""A function of the caller's, False for silence, or None for a bar of tqdm."""
+_DELAY = 1.0  # seconds: what is done by then shows no bar
+
+
+def is_watched() -> bool:
+    """Whether standard error is a terminal that can go back in a line, or the output of a notebook's cell."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
+        return True
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def followed(title: str, progress: Follow) -> Iterator[Callable[..., None]]:
+    """What a long call tells how far it is, by ``(bytes done, bytes in all, name)`` or by the words of a stage.
+
+    Where ``progress`` is None, and someone watches, a bar of tqdm shows it, if tqdm is installed, on standard error.
+    """
+    if progress is not None or not is_watched():
+        yield progress or (lambda *_: None)
+        return
+    with warnings.catch_warnings(), ExitStack() as bars:
+        # A notebook without ipywidgets gets lines of text, which is no reason for a warning.
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        try:
+            make_bar = importlib.import_module("tqdm.auto").tqdm
+        except ImportError:
+            yield lambda *_: None
+            return
+        bar: Any = None
+
+        def tell(*news: Any) -> None:
+            nonlocal bar
+            done, total = news[:2] if len(news) > 1 else (None, None)
+            if bar is None:
+                looks = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc} [{elapsed}]"}
+                bar = make_bar(total=total, initial=done or 0, leave=False, delay=_DELAY, **looks)
+                bars.enter_context(bar)
+            bar.set_description_str(f"{title}: {news[-1]}", refresh=False)
+            bar.update(1 if done is None else done - bar.n)
+
+        yield tell
