@@ -93,9 +93,7 @@ def test_the_job_that_commits_says_what_the_whole_conversion_would(source: Path,
 def test_directories_above_a_file_url_are_asked_about_too(source: Path, tmp_path: Path) -> None:
     done = twinshard("convert", source, f"file://{tmp_path}/typo/b")
     assert done.exit_code == 2
-    assert "typo does not exist: expected the directory for file://" in done.output.replace(
-        "\n", " "
-    )
+    assert "typo does not exist: expected the directory for file://" in done.output.replace("\n", " ")
     assert not (tmp_path / "typo").exists()
 
 

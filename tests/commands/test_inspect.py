@@ -237,7 +237,9 @@ def test_values_below_the_depth_are_counted(tmp_path: Path) -> None:
         options = [] if depth is None else ["--depth", str(depth)]
         result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.pt"), *options])
         assert result.exit_code == 0
-        lines[depth] = [line for line in result.output.splitlines() if " = " in line or "in addition to the" in line]
+        lines[depth] = [
+            line for line in result.output.splitlines() if " = " in line or "in addition to the" in line
+        ]
     values = len(lines[None])
     assert values > 60
     # Six groups are alike in all but their parameters; "step" and an empty "state" are two values more.

@@ -353,7 +353,7 @@ def test_an_escape_sequence_in_a_policys_name_does_not_reach_the_terminal(tmp_pa
     [
         (
             ("--engine", "both"),
-            "--engine: expected --target NAME,..., whose step an engine runs, got both alone",
+            "--engine: expected --target NAME,... with --engine, got --engine both alone",
         ),
         (("--compile", "--target", "h100:8"), "--compile: expected no --target"),
         (("--compile", "--runtime", "torch"), "--compile: expected --runtime jax or none"),
