@@ -171,9 +171,7 @@ def _left(dst: str, replace: bool, resume: bool) -> str:
     if not replace and os.path.lexists(local):
         return f"{dst} is complete"
     kept = [str(directory) for directory in abandoned(local)] if resume else []
-    state = (
-        f"{dst} is one complete checkpoint, the old or the new one" if replace else f"{dst} does not exist"
-    )
+    state = f"{dst} is one complete checkpoint, the old or the new" if replace else f"{dst} does not exist"
     if kept:
         return f"{state}; the finished work is in {kept[-1]}, and the same command with --resume continues from there"
     return f"{state}, and none of the work is kept"

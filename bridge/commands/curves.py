@@ -47,8 +47,7 @@ def curves_command(
     window: Annotated[
         int | None,
         typer.Option(
-            "--window",
-            help="Odd number of steps to smooth over; a departure lasts at least as long. Default: 5 to 51.",
+            "--window", help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."
         ),
     ] = None,
     rtol: Annotated[

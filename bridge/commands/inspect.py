@@ -55,9 +55,7 @@ class DrawingOptions:
         if self.depth is not None and self.tree is False:
             raise typer.BadParameter("--depth limits a tree: expected no --list with --depth")
         if self.layout and (self.tree is not None or self.depth is not None):
-            raise typer.BadParameter(
-                "--layout draws chunks: expected no --tree, --list or --depth with --layout"
-            )
+            raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth as well")
         if self.picture is not None and not self.layout:
             raise typer.BadParameter("--picture needs --layout")
 

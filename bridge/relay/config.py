@@ -289,9 +289,7 @@ class RelayConfig:
 
     def __post_init__(self) -> None:
         _whole("repeats", self.repeats, 0)
-        _require(
-            self.repeats != 1, "repeats", "0, or at least 2, because one repeat shows no spread", self.repeats
-        )
+        _require(self.repeats != 1, "repeats", "0, or at least 2, as one shows no spread", self.repeats)
         _require(len(self.legs) > 0, "relay", "at least one [[leg]]", len(self.legs))
         for number, leg in enumerate(self.legs, 1):
             ranks = leg.sharding.data_ranks(leg.ranks)

@@ -84,9 +84,7 @@ class LossCurves:
                 f"{noise.critical:.1f} standard errors, p = {noise.p:.2g}, false alarms at most {noise.alpha:g}"
             ]
         else:
-            grounds = (
-                [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, because there are no repeats"]
-            )
+            grounds = [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, as no run was repeated"]
         if self.low is not None:
             grounds.append(f"tolerance {self.low.rtol:g} from the first leg on that is coarser than fp32")
         return "; ".join(grounds)

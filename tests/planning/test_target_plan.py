@@ -453,7 +453,8 @@ def offloaded(target: str) -> dict[str, Any]:
 
 def test_moments_in_the_memory_of_a_host_of_absent_gpus_are_refused() -> None:
     with pytest.raises(
-        PlanError, match="target h100:8: --offload: expected a TPU, since JAX gives absent GPUs no host memory"
+        PlanError,
+        match="target h100:8: --offload: expected a TPU, since JAX gives absent GPUs no host memory",
     ):
         target_leg.lowered_step(offloaded("h100:8"), target_named("h100:8"))
 

@@ -43,9 +43,7 @@ def compare_run_file(run: RunFile, progress: Follow = None) -> ParityReport:
                 weights, kept = stored_weights(source.checkpoint, table, side)
                 side.load(weights)
                 if kept:
-                    notes.append(
-                        f"{source.checkpoint}: no values for buffers, which keep theirs: {first_of(kept)}"
-                    )
+                    notes.append(f"{source.checkpoint}: buffers without values, unchanged: {first_of(kept)}")
         options: dict[str, Any] = {"weights": run.weights, "dtype": run.dtype, "steps": run.steps}
         report = parity(
             *sides,

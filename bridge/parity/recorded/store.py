@@ -155,9 +155,7 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
         """The place of an array in the file. ``KeyError`` for an array in memory."""
         kept = self._kept[name]
         if not isinstance(kept, Stored):
-            raise KeyError(
-                f"{name}: expected an array in a file, got an array of {kept.nbytes} bytes in memory"
-            )
+            raise KeyError(f"{name}: expected an array in a file, got one of {kept.nbytes} bytes in memory")
         return kept
 
     @property

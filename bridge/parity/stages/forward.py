@@ -264,9 +264,7 @@ def _among(row: Row, others: Sequence[float]) -> Row:
         return row
     alike = max(others) < _ALIKE
     if row.verdict == "introduced" and not alike:
-        return replace(
-            row, verdict="same", note=f"other {row.kind} modules do the same: {row.cause}", cause=""
-        )
+        return replace(row, verdict="same", note=f"so do other {row.kind} modules: {row.cause}", cause="")
     if row.verdict == "same" and alike and row.local > _APART:
         cause = f"the two sides round differently, which no other {row.kind} does: a part that one of them keeps in "
         return replace(row, verdict="introduced", cause=f"{cause}float32")

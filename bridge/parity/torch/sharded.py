@@ -91,9 +91,7 @@ def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | Non
     own, its = dict(model.named_parameters()), dict(reference.named_parameters())
     if own.keys() != its.keys():
         odd = sorted(own.keys() ^ its.keys())[0]
-        raise ValueError(
-            f"reference: expected the parameters of the model, got names in only one of the two: {odd}"
-        )
+        raise ValueError(f"reference: expected the parameters of the model, got only in one of them: {odd}")
     for name, parameter in its.items():
         if parameter.shape != own[name].shape or is_sharded(parameter) != is_sharded(own[name]):
             raise ValueError(

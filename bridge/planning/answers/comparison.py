@@ -89,9 +89,7 @@ class Comparison:
     def in_runtimes(self) -> str:
         """Words after "no policy fits": a policy must fit in all planned runtimes."""
         names = sorted({plan.runtime for plan in self.plans})
-        return (
-            f" in both runtimes; --runtime {' or '.join(names)} asks for only one" if len(names) > 1 else ""
-        )
+        return f" in both runtimes; --runtime {' or '.join(names)} asks for one" if len(names) > 1 else ""
 
     @property
     def anything_fits(self) -> bool:

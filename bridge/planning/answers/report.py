@@ -65,11 +65,7 @@ def _unit_row(names: Row, size: tuple[int, float], rest: AtRest, traffic: Traffi
 
 def _recomputed(recompute: Recompute) -> str:
     return (
-        f", recomputed except {recompute}"
-        if isinstance(recompute, str)
-        else ", recomputed"
-        if recompute
-        else ""
+        f", recomputed but {recompute}" if isinstance(recompute, str) else ", recomputed" if recompute else ""
     )
 
 
