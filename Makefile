@@ -5,7 +5,7 @@ BIN := .venv/bin
 # An editable install by a path file. By default setuptools installs an import hook, which mypy, pyright and editors ignore.
 EDITABLE := --config-settings editable_mode=compat -e
 
-.PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers maxtext clean
+.PHONY: relay test test-all test-programs test-versions lint types docs notebooks bench compilers maxtext clean
 
 relay: .venv/.installed
 	$(BIN)/twinshard relay
@@ -67,6 +67,19 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
+# The documentation site, in build/docs. It needs no framework and no network; links to other sites are listed in
+# build/docs/external-links.txt.
+DOCS := .venv-docs/bin/python
+docs: .venv-docs/.installed
+	rm -rf build/docs
+	$(DOCS) -m sphinx -W --keep-going -n -q -E -b html -c docs -d build/doctrees $(DOCS_OPTIONS) . build/docs
+	$(DOCS) docs/check_site.py build/docs
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS) -m pip install --quiet -c constraints.txt $(EDITABLE) ".[docs]"
+	touch $@
+
 notebooks: .venv/.installed
 	$(BIN)/python -m tests.support.notebooks
 
@@ -99,4 +112,4 @@ compilers: .venv/.compilers
 	touch $@
 
 clean:
-	rm -rf .venv .venv-low .venv-new .venv-programs .venv-maxtext runs
+	rm -rf .venv .venv-low .venv-new .venv-programs .venv-maxtext .venv-docs build/docs build/doctrees runs

@@ -8,7 +8,7 @@ A flax nnx model, a linen module's parameters or any pytree goes in; pure functi
     step = make_train_step(plan, lambda model, rows: loss(model(rows)), optimizer, microbatches=2)
     state, metrics = step(state, tokens)
 
-``docs/jax_impl.md`` says what a program may rely on.
+``docs/explanation/unit-in-jax.md`` says what a program may rely on.
 """
 
 from importlib import import_module
@@ -19,7 +19,9 @@ except ModuleNotFoundError as error:
     # If another module is missing, the installation is damaged, and the extra would not repair it.
     if error.name != "jax":
         raise
-    raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
+    from bridge.core.extras import install_advice
+
+    raise ImportError(f"jax_impl needs JAX, which is not installed: {install_advice('jax')}") from error
 
 from bridge.core.formats.saving.pending import PendingSave
 from bridge.core.sharding import (

@@ -203,27 +203,27 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
 # The links that a newcomer clicks, from README.md on, and a text of the last file that answers the question.
 QUESTIONS = {
     "where is a shard boundary decided": (
-        ["docs/code.md", "bridge/core/sharding/layout/planner.py"],
+        ["docs/explanation/code.md", "bridge/core/sharding/layout/planner.py"],
         "def plan_layout(",
     ),
     "who frees full weights in torch": (
-        ["docs/code.md", "torch_impl/runtime/memory/compute_buffer.py"],
+        ["docs/explanation/code.md", "torch_impl/runtime/memory/compute_buffer.py"],
         "Release the memory of the whole weights",
     ),
     "who frees full weights in JAX": (
-        ["docs/code.md", "jax_impl/runtime/unit/order.py"],
+        ["docs/explanation/code.md", "jax_impl/runtime/unit/order.py"],
         "This module does not free memory: XLA frees an array",
     ),
     "what is on disk": (
-        ["docs/code.md", "bridge/core/formats/README.md", "docs/reference/on-disk.md"],
+        ["docs/explanation/code.md", "docs/reference/on-disk.md"],
         "which file of a checkpoint holds what",
     ),
     "how to add a model family": (
-        ["docs/code.md", "bridge/core/mapping/README.md", "docs/reference/mapping-language.md"],
+        ["docs/explanation/code.md", "docs/reference/mapping-language.md"],
         "A mapping is a TOML table of rules",
     ),
     "how to add a mesh axis": (
-        ["docs/code.md", "bridge/core/sharding/policy/mesh_axes.py"],
+        ["docs/explanation/code.md", "bridge/core/sharding/policy/mesh_axes.py"],
         "MODEL_AXES = (",
     ),
 }
@@ -241,7 +241,7 @@ def test_a_newcomer_clicks_from_the_readme_to_the_answer(question: str) -> None:
 
 
 def test_the_glossary_is_in_order_and_each_word_has_its_file() -> None:
-    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs/reference/glossary.md").read_text(encoding="utf-8").splitlines()
     entries = [line for line in lines if line.startswith("- ")]
     words = [line.split("**")[1] for line in entries]
     assert words == sorted(set(words))

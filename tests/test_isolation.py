@@ -32,6 +32,8 @@ PAIR = ROOT / "bridge" / "parity"
 RUNTIME_SIDES = {
     **dict.fromkeys(PAIR.glob("torch/*.py"), TORCH),
     **dict.fromkeys(PAIR.glob("jax/*.py"), JAX),
+    ROOT / "bridge" / "examples" / "files" / "parity" / "torch_model.py": TORCH,
+    ROOT / "bridge" / "examples" / "files" / "parity" / "jax_model.py": JAX,
 }
 
 
@@ -122,12 +124,8 @@ def test_the_tests_of_a_package_import_while_the_other_framework_is_missing(pack
 @pytest.mark.parametrize(
     ("package", "framework", "message"),
     [
-        (
-            "torch_impl",
-            "torch",
-            "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'",
-        ),
-        ("jax_impl", "jax", "jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'"),
+        ("torch_impl", "torch", "torch_impl needs PyTorch, which is not installed: pip install '.[torch]'"),
+        ("jax_impl", "jax", "jax_impl needs JAX, which is not installed: pip install '.[jax]'"),
     ],
 )
 def test_a_package_without_its_framework_names_the_extra(package: str, framework: str, message: str) -> None:
@@ -137,7 +135,7 @@ def test_a_package_without_its_framework_names_the_extra(package: str, framework
         "try:\n"
         f"    importlib.import_module({package!r})\n"
         "except ImportError as error:\n"
-        f"    assert str(error) == {message!r}, error\n"
+        f"    assert str(error).startswith({message!r}), error\n"
         "    assert isinstance(error.__cause__, ModuleNotFoundError), error.__cause__\n"
         f"    assert error.__cause__.name == {framework!r}, error.__cause__\n"
         "else:\n"
@@ -155,7 +153,7 @@ def test_a_package_blames_its_framework_only_if_all_of_it_is_missing(package: st
     assert done.returncode != 0
     assert "ModuleNotFoundError" in done.stderr
     assert part in done.stderr
-    assert "twinshard[" not in done.stderr
+    assert "pip install" not in done.stderr
 
 
 # Loaded before the package, so that their functions can be compared.
@@ -219,12 +217,10 @@ def test_a_package_passes_its_tests_in_an_environment_without_the_other_framewor
 ) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    tools = [
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
-        "orbax-checkpoint" if extra == "jax" else "transformers",
-    ]
+    models = (
+        ("orbax-checkpoint", "equinox", "dm-haiku", "safetensors") if extra == "jax" else ("transformers",)
+    )
+    tools = ["pytest", "pytest-timeout", "hypothesis", *models]
     install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "-e", f"{ROOT}[{extra}]"]
     subprocess.run([*install, *tools], check=True)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.support.notebooks import FOLDER, PICTURE, RELAY, ROOT, execute, relay_shown
+from tests.support.notebooks import FOLDER, PICTURE, RELAY, ROOT, execute, relay_picture
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -30,8 +30,20 @@ def test_a_notebook_is_committed_with_its_outputs_and_without_errors(path: Path)
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_picture_has_an_alternative_text(path: Path) -> None:
+    """In its cell's metadata, where the documentation site finds the text: ``{"mystnb": {"image": {"alt": ...}}}``."""
+    silent = [
+        "".join(cell.source)[-80:]
+        for cell in nbformat.read(path, as_version=4).cells
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+        and not cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "").strip()
+    ]
+    assert silent == []
+
+
 def test_the_readme_shows_the_relay_of_the_notebook() -> None:
-    printed, picture = relay_shown(nbformat.read(RELAY, as_version=4))
-    assert printed.startswith("leg ")
-    assert f"```\n{printed}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+    picture = relay_picture(nbformat.read(RELAY, as_version=4))
+    assert picture.startswith(b"\x89PNG")
     assert PICTURE.read_bytes() == picture
+    assert f"]({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ import jax_impl
 import torch_impl
 from jax_impl.options import ShardingOptions
 from tests.support.surface_rows import ROWS
-from tests.support.surfaces import READMES, atoms, in_readme, table
+from tests.support.surfaces import atoms, on_page, table
 
 HIDDEN = {"fully_shard": list(ShardingOptions.__annotations__)}
 TORCH, JAX = atoms(torch_impl, {}), atoms(jax_impl, HIDDEN)
@@ -49,6 +48,5 @@ def test_each_feature_has_one_row() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
-def test_both_readmes_show_the_table(path: Path) -> None:
-    assert in_readme(path) == table(ROWS), "run python -m tests.support.surfaces --write"
+def test_the_page_of_features_shows_the_table() -> None:
+    assert on_page() == table(ROWS), "run python -m tests.support.surfaces --write"

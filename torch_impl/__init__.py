@@ -7,7 +7,7 @@
     loss_of(model, batch).backward()
     optimizer.step()
 
-``docs/torch_impl.md`` says what a program may rely on.
+``docs/explanation/unit-in-torch.md`` says what a program may rely on.
 """
 
 from importlib import import_module
@@ -18,8 +18,10 @@ except ModuleNotFoundError as error:
     # Anything else that is missing is a damaged installation, which the extra would not mend.
     if error.name != "torch":
         raise
+    from bridge.core.extras import install_advice
+
     raise ImportError(
-        "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'"
+        f"torch_impl needs PyTorch, which is not installed: {install_advice('torch')}"
     ) from error
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -59,49 +59,49 @@ def fully_shard(
     """Make ``module`` a unit: it owns, shards and gathers all parameters below it that no inner unit owns.
 
     Call it on inner modules first, then on the outermost one, before the optimizer is built. The module is changed in
-    place and returned; its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` shows DTensors
-    over the main weights (float32, float64 for float64 parameters, as given for frozen ones; ``mp_policy`` may choose
-    otherwise), built from the values as given. All ranks of ``mesh`` call it with the same model; each must hold the
-    same values, since rank k keeps its rows of its own copy, or load some before the first forward. Some ranks may be
-    on the meta device then.
+    place and returned. Its class becomes a subclass with ``FSDPModule`` mixed in, and ``parameters()`` returns DTensors
+    over the main weights, which start from the current values. Main weights are float32 (float64 for float64
+    parameters; frozen parameters keep their dtype) unless ``mp_policy`` says otherwise. All ranks of ``mesh`` call it
+    with the same model. All ranks must hold the same values, since rank k keeps its rows of its own copy, or load
+    values before the first forward; in the second case, some ranks may be on the meta device.
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
-    ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
+    ``torch.distributed.checkpoint.state_dict``, for the whole process, so that these know how sharded parameters are
     placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It also wraps the
-    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.ground.autograd``.
+    private function with which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.ground.autograd``.
 
-    module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
+    module: a module, or a sequence of modules that form one unit, whose weights are gathered and reduced together.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
         model parallelism ("tp", ...; see ``bridge.core.sharding.policy.mesh_axes``) are refused, unless dp_mesh_dims
         names them.
     strategy: see ``bridge.core.sharding.policy.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
-        but not in the root, the unit whose forward is called first, with gradients. Where they are not freed,
+        except in the root, the unit whose forward is called first, while gradients are enabled. If they are not freed,
         ``module.weight`` is the whole weight until the backward has ended.
-    shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no influence, see ``torch_impl.fsdp2``; a
-        ``ShardPlacementResult`` says over which mesh a parameter is sharded in place of ``mesh``, such as that of the
-        ranks that hold the same experts.
+    shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no effect, see ``torch_impl.fsdp2``. A
+        ``ShardPlacementResult`` names the mesh over which a parameter is sharded instead of ``mesh``, for example the
+        mesh of the ranks that hold the same experts.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
-    offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
-        the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.ground.host_memory``. A mesh
-        of GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or
+    offload_policy: with ``CPUOffloadPolicy()``, main weights and gradients are stored in CPU memory (pinned if it says
+        so and the mesh has GPUs), where the optimizer updates them; see ``torch_impl.runtime.ground.host_memory``. Such
+        a mesh of GPUs also needs a backend for the CPU ("cpu:gloo,cuda:nccl") for reductions over parameters or
         gradients, such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name. Parameters that are DTensors on all
-        axes of ``mesh``, replicated on these, stay so in forward and backward.
+        axes of ``mesh``, replicated on these axes, remain DTensors in forward and backward.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
-        mapping from names of the unit's parameters to these, "row" for those left out.
-    align: elements of which every shard is a multiple, or "auto"; see ``bridge.core.sharding.plan_layout``.
+        mapping from names of the unit's parameters to these values. Names that are left out mean "row".
+    align: shards are multiples of this many elements; or "auto"; see ``bridge.core.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
-    prefetch: 1 (None: the same) gathers the next unit while one computes, and reduces gradients during the next unit's
-        backward, so that two units' weights and two units' gradients are in memory at a time. 0 gathers a unit when it
-        is used, and waits for its reduction before the backward goes on: the least memory, one unit's weights and
-        gradients, but nothing runs during a transfer. Counts in the root, for all units below it, whatever they were
-        given. What ``set_modules_to_forward_prefetch`` and its backward twin name is gathered ahead with 0 as well.
+    prefetch: 1 (the same as None) gathers the next unit while one computes, and reduces gradients during the next
+        unit's backward, so two units' weights and gradients are in memory at a time. 0 gathers a unit when it is used,
+        and waits for its reduction before the backward continues: this needs the least memory, one unit's weights and
+        gradients, but nothing is computed during a transfer. The root's value holds for all units below it, whatever
+        value they were given. ``set_modules_to_forward_prefetch`` and its backward twin gather ahead with 0 as well.
 
-    Raises TypeError or ValueError for wrong arguments, NotImplementedError for what FSDP2 has and this package has not,
-    and ValueError on all ranks when they disagree on the model; the module is then as before.
+    Raises TypeError or ValueError for wrong arguments, NotImplementedError for features that FSDP2 has and this package
+    does not, and ValueError on all ranks when they disagree on the model. After an error the module is as before.
     """
     modules = _checked_modules(module)
     spmd = None
@@ -150,7 +150,7 @@ def _build_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     spmd: SpmdMesh | None,
 ) -> Unit:
-    """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
+    """Every step that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
     names = " and ".join(type(module).__name__ for module in modules)
     failure: Exception | None = None
     owned: list[OwnedParameter] = []
@@ -174,7 +174,7 @@ def _build_unit(
     }
     # A rank that fails before this exchange would leave the others waiting in it.
     on_meta = any(parameter.param.is_meta for parameter in owned)
-    # Ranks with values beside ranks without wait for a load, which makes them equal.
+    # Ranks with values and ranks without wait for a load, which makes them equal.
     unequal = require_same_unit(names, description, on_meta, mesh, device)
     if failure is not None:
         raise failure
@@ -188,7 +188,7 @@ def _build_unit(
 
 
 def _checked_modules(module_or_list: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit; of a sequence without those that others of it contain."""
+    """The modules of a unit: for a sequence, without modules that other modules of the sequence contain."""
     several = isinstance(module_or_list, list | tuple)
     modules: list[nn.Module] = list(module_or_list) if several else [module_or_list]  # type: ignore[arg-type, list-item]  # checked below
     if not modules:
@@ -198,8 +198,8 @@ def _checked_modules(module_or_list: nn.Module | Sequence[nn.Module]) -> list[nn
         for name, below in module.named_modules():
             if isinstance(below, TorchModule):
                 raise ValueError(
-                    f"fully_shard: {name or 'the module'} ({type(below).__name__}) is sharded by "
-                    "torch.distributed.fsdp already; shard all modules of a model by one package"
+                    f"fully_shard: {name or 'the module'} ({type(below).__name__}) is already sharded by "
+                    "torch.distributed.fsdp; shard all modules of a model with the same package"
                 )
     if several:
         inner = {id(below) for module in modules for below in module.modules() if below is not module}
@@ -218,16 +218,16 @@ def _check_module(module: object) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise ValueError(
             f"fully_shard: expected a module with a forward, got {class_name}; shard its "
-            "items one by one, or as one unit: fully_shard(list(module))"
+            "items separately, or as one unit: fully_shard(list(module))"
         )
     if isinstance(module, FSDPModule):
-        raise ValueError(f"fully_shard: {class_name} is sharded already")
+        raise ValueError(f"fully_shard: {class_name} is already sharded")
     members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
-        # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
+        # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside them.
         if hasattr(type(module), name) or any(name in names for names in members):
             raise ValueError(
-                f"fully_shard: {class_name} has an attribute {name!r} of its own, which sharding needs; rename it"
+                f"fully_shard: {class_name} already has an attribute {name!r}, which sharding needs; rename it"
             )
 
 
@@ -256,7 +256,7 @@ def _mesh_and_device(mesh: DeviceMesh | None) -> tuple[DeviceMesh, torch.device]
 
 
 def _default_mesh() -> DeviceMesh:
-    """One mesh for all units of a process group: DTensors of one mesh can be reduced together."""
+    """One mesh for all units of a process group, since DTensors must share a mesh to be reduced together."""
     world = dist.group.WORLD
     if _default_meshes.get("group") is not world:
         on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
@@ -266,7 +266,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """One subclass per class, so that modules of one class stay of one class."""
+    """One subclass per class, so that modules of one class remain of one class."""
     if cls not in _sharded_classes:
         attributes = {"__module__": cls.__module__, "_original_class": cls}
         _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes)

@@ -1,4 +1,4 @@
-"""Shard a model by a policy: the mesh it asks for, its units innermost first, and recomputation of activations."""
+"""Shard a model by a policy: make the policy's mesh, shard its units innermost first, and recompute activations."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch_impl.fsdp_module import FSDPModule
 from torch_impl.parallel.cuts import apply_cuts, plan_cuts
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
-# They have no forward whose beginning and end could be a unit's.
+# They have no forward, so a unit's work could neither begin nor end in them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _recomputed_classes: dict[tuple[type[nn.Module], Recompute], type[nn.Module]] = {}
-# The operators of products, and of those the ones of batches of matrices.
+# The operators of products, and the subset for batches of matrices.
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.mv.default, _aten.dot.default, _aten.addmv.default)
 _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
@@ -31,27 +31,27 @@ _KEPT = {"dots_saveable": (*_PRODUCTS, *_BATCHED), "dots_with_no_batch_dims_save
 
 
 class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
-    """A policy that shards PyTorch models; what a policy says is in ``bridge.core.sharding.policy.policy``."""
+    """A policy that shards PyTorch models; ``bridge.core.sharding.policy.policy`` describes the fields of a policy."""
 
     def apply(
         self, model: nn.Module, *, mesh: DeviceMesh | None = None, device_type: str | None = None
     ) -> nn.Module:
         """``fully_shard`` every unit of ``model`` by this policy, the root last; returns the model, changed in place.
 
-        mesh: axes as in the policy, by number, size and, where it has them, names, which a mesh with model axes must
-            have; None: made from ``[mesh]`` over all ranks of the default process group, on ``device_type`` (None:
-            "cuda" under NCCL, else "cpu").
+        mesh: a mesh whose axes equal the policy's in number, size and, where the mesh names its axes, in name; a mesh
+            with model axes must name them. None: made from ``[mesh]`` over all ranks of the default process group, on
+            ``device_type`` (None: "cuda" under NCCL, else "cpu").
 
         Modules that ``[[parallel]]`` names compute on their rank's part of their parameters, see
         ``torch_impl.parallel``. All ranks of a model axis must be given the same data.
 
         Weights that a strategy shards are freed after forward in the root too, unlike ``fully_shard``'s default: the
-        JAX runtime gathers them again in backward, and a policy means the same collectives in both. A unit that
-        recomputes keeps its inputs, and by a name the results of products, and computes its other activations again in
-        backward from the weights that backward gathers anyway; its parameters keep their names.
+        JAX runtime gathers them again in backward, and a policy means the same collectives in both runtimes. A unit
+        that recomputes keeps its inputs and, if the policy says so, the results of products. It computes its other
+        activations again in backward, from the weights that backward gathers anyway. Its parameters keep their names.
 
-        Raises PolicyError, before anything is changed, when policy and model do not fit: patterns, the dtype of the
-        main weights, weights tied across units, the mesh; and whatever ``fully_shard`` raises.
+        Raises PolicyError, before anything is changed, when policy and model do not fit (patterns, the dtype of the
+        main weights, weights tied across units, the mesh), and every error that ``fully_shard`` raises.
         """
         _apply(self, model, mesh, device_type)
         return model
@@ -65,15 +65,15 @@ def _apply(
     _check_main_weights(policy, model)
     if policy.precision.store_param_remainders and policy.parallel:
         raise PolicyError(
-            f"{policy.source}: [precision] store_param_remainders: expected no [[parallel]] with it in PyTorch, "
-            f"which stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)}"
+            f"{policy.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
+            f"stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)} entries"
         )
     _check_ties(policy, {path: modules[path] for path in units})
     for path, unit in units.items():
         if unit.recompute and "forward" in vars(modules[path]):
             raise PolicyError(
-                f"{policy.source}: {path!r}: expected a module whose class has its forward, to recompute it, got one "
-                "set on the module itself"
+                f"{policy.source}: {path!r}: recomputation expects a forward that the module's class defines, got a "
+                "forward that was set on the module itself"
             )
         inside = next(
             (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))), None
@@ -83,7 +83,7 @@ def _apply(
     mesh = _mesh(policy, mesh, device_type)
     cuts = plan_cuts(policy, model, dict(zip(policy.mesh, mesh.shape, strict=True)))
     apply_cuts(cuts, mesh, model)
-    # A mesh of data-parallel axes alone may be without names.
+    # A mesh of data-parallel axes alone may lack names.
     if policy.model_axes:
         mesh = mesh[policy.data_axes]
     for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
@@ -109,7 +109,7 @@ def _apply(
 
 
 class _Recomputed:
-    """Mixed in between a unit and its class, so that the unit's weights are there when backward recomputes."""
+    """Mixed in between a unit and its class, so that the unit's weights are gathered when backward recomputes."""
 
     _recompute: Recompute = True
 
@@ -122,7 +122,7 @@ class _Recomputed:
 
 
 def _recomputed_class(cls: type[nn.Module], recompute: Recompute) -> type[nn.Module]:
-    """With the name of ``cls``, as reports show it; one for each class, so that modules of one class stay of one."""
+    """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
     if (cls, recompute) not in _recomputed_classes:
         members = {"__module__": cls.__module__, "_recompute": recompute}
         _recomputed_classes[cls, recompute] = type(cls.__name__, (_Recomputed, cls), members)
@@ -170,7 +170,7 @@ def _check_ties(policy: ShardingPolicy, units: dict[str, nn.Module]) -> None:
 def _own_parameters(
     module: nn.Module, path: str, inner: Collection[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """With their names in the model, all that lie below ``module`` and in no unit inside it."""
+    """The parameters below ``module`` that no inner unit owns, with their names in the model."""
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -1,4 +1,4 @@
-"""FSDP2's arguments and methods: what is translated, and what is refused. ``docs/fsdp2.md`` has every difference."""
+"""FSDP2's arguments and methods: what is translated and refused (``docs/reference/fsdp2-differences.md``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, joined_axes
 
-# Where torch's policy has no reduce_dtype, torch reduces in the parameters' own dtype; before 2.15 in param_dtype.
+# If torch's policy has no reduce_dtype, torch reduces in the parameters' own dtype; before 2.15 in param_dtype.
 _REDUCES_AS_GIVEN = TorchVersion(torch.__version__) >= "2.15.0a0"
 
 
@@ -46,9 +46,9 @@ class DataParallelMeshDims:
 
 
 def policy_of(value: object) -> MixedPrecisionPolicy:
-    """None: the default. A policy of torch's is read field by field. TypeError for all else.
+    """None: the default. A policy of torch's is read field by field. TypeError for anything else.
 
-    Raises NotImplementedError for a field of torch's that this package lacks, unless its value is the default.
+    Raises NotImplementedError for a field of torch's that this package lacks, unless it has its default value.
     """
     if value is None:
         return MixedPrecisionPolicy()
@@ -95,9 +95,9 @@ def meshes_of(
     owned: Iterable[OwnedParameter],
     mesh: DataParallelMesh,
 ) -> list[DataParallelMesh]:
-    """Over which mesh each parameter is sharded: ``mesh``, unless the function returns a ``ShardPlacementResult``.
+    """The mesh over which each parameter is sharded: ``mesh``, or that of the function's ``ShardPlacementResult``.
 
-    ``Shard(dim)``, alone or in the result, has no influence. Raises ValueError for a dimension that the parameter lacks
+    ``Shard(dim)``, alone or in the result, has no effect. Raises ValueError for a dimension that the parameter lacks
     and TypeError for any other result; NotImplementedError for a mesh that does not shard its innermost axis.
     """
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -136,7 +136,7 @@ def _check_placement(parameter: OwnedParameter, placement: object) -> None:
 
 
 def _mesh_of(name: str, info: Any) -> DeviceMesh:
-    """The mesh of a ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which torch has no public names for."""
+    """The mesh of a ``FSDPMeshInfo`` or ``HSDPMeshInfo``, for which torch has no public names."""
     mesh, shard = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -155,9 +155,9 @@ def data_parallel_axes(
 ) -> tuple[DeviceMesh, SpmdMesh, StrategyName | None]:
     """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first; ``mesh``; the strategy on them.
 
-    Several names for one kind become one axis, which torch flattens. Without an axis to shard over, the strategy is
-    "no_shard". Raises ValueError for a missing mesh, for names that are not those of axes in their order, and for a
-    strategy that contradicts ``dims``.
+    Several names for one field become one axis, which torch flattens. Without an axis to shard over, the strategy is
+    "no_shard". Raises ValueError for a missing mesh, for names that are not axis names in the order of the mesh, and
+    for a strategy that contradicts ``dims``.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
@@ -198,7 +198,7 @@ def refuse(what: str, instead: str) -> NoReturn:
 class Unavailable:
     """Methods of ``torch.distributed.fsdp.FSDPModule`` that raise NotImplementedError.
 
-    Those that say "Only ..." accept the value that describes what this package does.
+    Methods whose docstring says "Only ..." accept the value that describes this package's behaviour.
     """
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
@@ -232,7 +232,7 @@ class Unavailable:
         if not unshard_in_backward:
             refuse(
                 "set_unshard_in_backward(False)",
-                "a backward that needs the weights after all would read freed memory; set_reshard_after_forward(False) "
+                "a backward that needs the weights anyway would read freed memory; set_reshard_after_forward(False) "
                 "saves the second gather",
             )
 
@@ -241,7 +241,7 @@ class Unavailable:
         if keep:
             refuse(
                 "set_keep_unsharded_storage(True)",
-                "whole weights share a pool of buffers; leave the call out, and capture the optimizer's step alone",
+                "whole weights share a pool of buffers; leave the call out, and capture only the optimizer's step",
             )
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -249,8 +249,8 @@ class Unavailable:
         if enabled:
             refuse(
                 "set_manual_backward_finalization(True)",
-                "each backward reduces its gradients before it returns; set_requires_gradient_sync(False) leaves "
-                "them to a later one",
+                "each backward reduces its gradients before it returns; set_requires_gradient_sync(False) postpones "
+                "the reduction to a later backward",
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
@@ -266,12 +266,12 @@ class Unavailable:
         if reduce_scatter_unused_params:
             refuse(
                 "set_reduce_scatter_unused_params(True)",
-                "ranks may use different parameters of a unit always: one that any rank used has a gradient on all; "
-                "units that only some ranks use must be merged into one",
+                "ranks may always use different parameters of a unit: a parameter that any rank used has a gradient on "
+                "all ranks; units that only some ranks use must be merged into one",
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Only 2, the number of buffers that there are."""
+        """Only 2, the number of existing buffers."""
         if max_input_buffers != 2:
             refuse(
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers!r})",

@@ -1,4 +1,4 @@
-"""What a sharded module can do besides being called: the methods of ``torch.distributed.fsdp.FSDPModule`` and more."""
+"""The methods of a sharded module: the methods of ``torch.distributed.fsdp.FSDPModule`` and more."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _COPY_ADVICE = (
 
 
 class UnshardHandle:
-    """A gather of compute weights under way, from ``unshard(async_op=True)``."""
+    """A gather of compute weights in progress, from ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the weights and show them as the module's parameters.
+        """Wait for the weights and make them the module's parameters.
 
-        Calls after the first do nothing, nor does one after a forward that has used the weights and freed them.
+        Calls after the first do nothing, and so does a call after a forward that has used and freed the weights.
         """
-        # A handle that is kept must not keep the memory of a deleted model.
+        # A handle must not keep the memory of a deleted model alive.
         unit, self._unit = self._unit, None
         if unit is not None and unit.has_weights:
             unit.unshard()
@@ -46,14 +46,14 @@ class UnshardHandle:
 class FSDPModule(Unavailable):
     """Mixed into the class of a sharded module. ``recurse`` methods also reach the sharded modules below.
 
-    Methods that FSDP2 has and this package has not are in ``Unavailable`` and raise NotImplementedError.
+    Methods that FSDP2 has and this package does not are in ``Unavailable`` and raise NotImplementedError.
     """
 
     _unit: Unit
     _original_class: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class before sharding, as slicing a sharded ``nn.Sequential`` does."""
+        """Make an unsharded module of the class, as slicing a sharded ``nn.Sequential`` does."""
         if cls is FSDPModule:
             raise TypeError("FSDPModule cannot be constructed: call torch_impl.fully_shard(module)")
         return cls._original_class(*args, **kwargs)
@@ -63,7 +63,7 @@ class FSDPModule(Unavailable):
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
         except BaseException:
-            # Not a forward hook: those are not called for a KeyboardInterrupt.
+            # Not a forward hook: torch does not call them after a KeyboardInterrupt.
             self._unit.drop_open_calls(open_calls)
             raise
 
@@ -81,8 +81,8 @@ class FSDPModule(Unavailable):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's compute weights and show them as its parameters until ``reshard``. Collective.
 
-        With ``async_op`` the gather is only begun, and the handle returned shows the weights when it is waited for; a
-        forward of the module waits by itself.
+        With ``async_op`` the gather only begins, and the returned handle shows the weights when ``wait`` is called. A
+        forward of the module waits automatically.
         """
         _check_truth("async_op", async_op)
         if async_op:
@@ -96,9 +96,9 @@ class FSDPModule(Unavailable):
         self._unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Drop what an interrupted forward or backward left, and all gradients, of this and the modules below.
+        """Drop the state of an interrupted forward or backward, and all gradients, of this and the modules below.
 
-        Not needed after an exception: the next forward recovers by itself, and ``zero_grad`` does.
+        Not needed after an exception: the next forward recovers automatically, and so does ``zero_grad``.
         """
         for unit in self._units(True):
             unit.drop_open_calls(0)
@@ -108,7 +108,7 @@ class FSDPModule(Unavailable):
                     param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, also of sharded parameters in whose place whole weights are shown."""
+        """As for any module, also for sharded parameters that are currently replaced by whole weights."""
         self._unit.schedule.recover()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
         for unit in self._units(True):
@@ -126,20 +126,20 @@ class FSDPModule(Unavailable):
             unit.gradients.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False, the next backwards reduce over the axes that gradients are sharded over, not over the others."""
+        """With False, the next backwards reduce only over the axes that shard gradients."""
         _check_truth("requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
             unit.gradients.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, reduction over axes that gradients are not sharded over is put off; the result is the same."""
+        """With False, reduction over axes that do not shard gradients is postponed; the final result is the same."""
         _check_truth("is_last_backward", is_last_backward)
         for unit in self._units(True):
             unit.gradients.last_backward = is_last_backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run backwards of microbatches before the last one: ``set_is_last_backward(False)``, restored on leaving."""
+        """Run all backwards except the last microbatch's: ``set_is_last_backward(False)``, restored on exit."""
         units = list(self._units(True))
         before = [unit.gradients.last_backward for unit in units]
         self.set_is_last_backward(False)
@@ -158,25 +158,25 @@ class FSDPModule(Unavailable):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """With False, compute weights stay after backward, for the next microbatch; at the cost of their memory.
 
-        After a backward that reduced gradients over all axes the next forward gathers again, since a step may lie
-        between: microbatches save the gather within ``no_sync()``.
+        After a backward that reduced gradients over all axes, the next forward gathers again, because an optimizer step
+        may have run in between: microbatches save the gather inside ``no_sync()``.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Begin to gather the weights of these sharded modules when this one has its own in forward.
+        """Begin to gather the weights of these sharded modules when this one has its own weights in forward.
 
-        In place of the one that is expected next, and with ``prefetch=0`` too.
+        This replaces the gather of the module that is expected next, and works with ``prefetch=0`` too.
         """
         units = _units_of("set_modules_to_forward_prefetch", modules)
         self._unit.forward_prefetch = tuple(unit.reference for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Begin to gather the weights of these sharded modules when this one has its own in backward.
+        """Begin to gather the weights of these sharded modules when this one has its own weights in backward.
 
-        In place of the one that is expected next, and with ``prefetch=0`` too.
+        This replaces the gather of the module that is expected next, and works with ``prefetch=0`` too.
         """
         units = _units_of("set_modules_to_backward_prefetch", modules)
         self._unit.backward_prefetch = tuple(unit.reference for unit in units)
@@ -197,17 +197,17 @@ class FSDPModule(Unavailable):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Changes nothing: reductions are sums always, and divided before or after."""
+        """Has no effect: reductions are always sums, and gradients are divided before or after."""
         _check_bool("set_force_sum_reduction_for_comms", enable)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Have ``hook(sums)`` change this unit's reduced gradients in place: replicas of another mesh, as of torchft.
+        """Have ``hook(sums)`` change this unit's reduced gradients in place, to add other replicas as torchft does.
 
-        ``sums``, one flat tensor for each group in the dtype of the reduction, with zeros as padding, are reduced over
-        all axes of the mesh, and divided after the hook (float16 ones before). The hook is not called for sums that
-        wait for the last microbatch. ``stream``: on which it runs on a mesh of one axis. None: no hook any longer.
+        ``sums``, one flat tensor per group in the dtype of the reduction, with zeros as padding, are reduced over all
+        axes of the mesh, and divided after the hook (float16 sums before). The hook is not called for sums that wait
+        for the last microbatch. ``stream``: the stream for the hook, on a mesh of one axis. None removes the hook.
 
         Raises TypeError for a hook that cannot be called; ValueError for a stream on a mesh of two axes, and for a unit
         whose parameters have several meshes.
@@ -220,7 +220,7 @@ class FSDPModule(Unavailable):
         if len(meshes) > 1:
             raise ValueError(
                 "set_all_reduce_hook: expected a unit with one mesh, got several from shard_placement_fn, which one "
-                "hook cannot tell apart; make the modules whose parameters have their own mesh a unit"
+                "hook cannot tell apart; make the modules whose parameters have another mesh a separate unit"
             )
         if stream is not None and any(mesh.ndim > 1 for mesh in meshes):
             raise ValueError(
@@ -237,9 +237,9 @@ class FSDPModule(Unavailable):
             unit.gradients.exposes_main_grad = enable
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make the current stream, and so every gather that is begun from now on, wait for ``event``.
+        """Make the current stream, and so every gather that begins from now on, wait for ``event``.
 
-        Raises TypeError for what is no event.
+        Raises TypeError for anything but an event.
         """
         if not callable(getattr(event, "wait", None)):
             raise TypeError(
@@ -251,33 +251,33 @@ class FSDPModule(Unavailable):
         """With False, every unit below the root allocates its buffers for each use; see
         ``torch_impl.runtime.memory.pool``.
 
-        It counts for all units of the root, whichever of them it is called on: they are pooled together. A backward
-        with ``create_graph=True`` does the same; a program whose first one comes after steps without calls this before.
+        It applies to all units of the root, whichever unit it is called on, because they share one pool. A backward
+        with ``create_graph=True`` also disables the pool; call this first if such a backward follows other steps.
         """
         _check_bool("set_buffer_pool", enabled)
         for unit in self._units(True):
             unit.schedule.pool.enable(enabled)
 
     def buffer_plan(self) -> BufferPlan | None:
-        """Which buffers of the units below this module's root share memory; None until two steps were alike."""
+        """The buffers of the units below this module's root that share memory; None until two steps were alike."""
         return self._unit.schedule.pool.plan
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-        """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""
+        """Bytes that this and the sharded modules below now hold on this rank; with the optimizer, moments too."""
         return memory_report([group for unit in self._units(True) for group in unit.groups], optimizer)
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
-        """Each once, though several modules may share a unit."""
+        """Each unit once, though several modules may share a unit."""
         _check_truth("recurse", recurse)
         assert isinstance(self, nn.Module)
         modules = self.modules() if recurse else [self]
         yield from {module._unit: None for module in modules if isinstance(module, FSDPModule)}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
-        """What ``to``, ``half``, ``cuda`` and the like call: they convert buffers, but not sharded parameters.
+        """Called by ``to``, ``half``, ``cuda`` and similar: they convert buffers, but not sharded parameters.
 
-        ``to_empty`` gives sharded parameters that were planned on the meta device their memory: the mesh's device's, or
-        with ``CPUOffloadPolicy`` the CPU's.
+        ``to_empty`` gives sharded parameters on the meta device their memory: on the mesh's device, or with
+        ``CPUOffloadPolicy`` on the CPU.
         """
         assert isinstance(self, nn.Module)
         for unit in self._units(True):
@@ -312,9 +312,9 @@ class FSDPModule(Unavailable):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather weights and free them after, as a call of the module does.
+    """Let ``module.method_name(...)`` gather weights and free them afterwards, like a call of the module.
 
-    ``module`` that is not sharded stays as it is. Raises ValueError if it has no such method.
+    A ``module`` that is not sharded remains unchanged. Raises ValueError if it has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -323,7 +323,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(
             f"register_fsdp_forward_method: expected a method of {type(module).__name__}, got {method_name!r}"
         )
-    # The module holds this function: a strong reference back would be a cycle, and its memory would outlive it.
+    # The module holds this function, so a strong reference to the module would be a cycle that keeps its memory.
     this = weakref.ref(module)
     bound = inspect.ismethod(method) and method.__self__ is module
     function = method.__func__ if bound else method
@@ -363,7 +363,7 @@ def _check_bool(option: str, value: object) -> None:
 
 
 def _check_truth(option: str, value: object) -> None:
-    """Numbers and NumPy's bools will do, as in FSDP2."""
+    """Accepts numbers and NumPy's bools, as FSDP2 does."""
     if value is None or isinstance(value, str):
         raise ValueError(f"{option}: expected a bool, got {value!r}")
 
@@ -371,9 +371,9 @@ def _check_truth(option: str, value: object) -> None:
 def _check_conversion(
     name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor], offloaded: bool
 ) -> None:
-    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it from where it belongs.
+    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it from its device.
 
-    NotImplementedError, as torch, where ``fn`` would have to copy values from the meta device.
+    NotImplementedError, as in torch, if ``fn`` would have to copy values from the meta device.
     """
     try:
         probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))

@@ -1,8 +1,8 @@
-"""``install``: programs that import FSDP2 by themselves get this package's ``fully_shard`` instead of torch's.
+"""``install``: programs that import FSDP2 themselves get this package's ``fully_shard`` instead of torch's.
 
 Frameworks (accelerate, transformers, TRL, torchtitan, torchtune) import ``fully_shard`` and ``FSDPModule`` from torch,
-where a user cannot change the import. ``install`` puts this package's under torch's names; nothing else of torch
-changes. Names that modules imported earlier are theirs: they are left, and told of by a warning.
+where a user cannot change the import. ``install`` binds torch's names to this package's objects, and changes nothing
+else in torch. Names that modules imported earlier are left unchanged; a warning lists them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _OURS = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-# By torch's own names, so taken before anything is replaced.
+# By torch's own names, so read before anything is replaced.
 _TORCHS = {name: getattr(fsdp, name) for name in _OURS}
-# torch's pipelines hold the two names and reach into FSDP2's private state by them: they keep torch's.
+# torch's pipelines use the two names to access FSDP2's private state, so they keep torch's objects.
 _KEEP_TORCHS = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 
 
 @dataclass(frozen=True)
 class Installation(AbstractContextManager["Installation"]):
-    """What one ``install`` replaced; leaving it as a context manager undoes that.
+    """The replacements of one ``install``; leaving it as a context manager undoes them.
 
-    replaced: paths of the names that are this package's now, such as ``torch.distributed.fsdp.fully_shard``. Empty for
-        an ``install`` inside of another one.
-    bound_before: paths of names in modules that had been imported before and keep torch's, such as
-        ``trl.models.utils.FSDPModule``. The model that such a module shards is torch's FSDP2; its ``isinstance`` does
-        not know this package's sharded modules.
+    replaced: paths of the names that now refer to this package, such as ``torch.distributed.fsdp.fully_shard``. Empty
+        for an ``install`` inside another one.
+    bound_before: paths of names that modules imported before and that keep torch's objects, such as
+        ``trl.models.utils.FSDPModule``. Such a module shards models with torch's FSDP2, and its ``isinstance`` does
+        not recognize this package's sharded modules.
     """
 
     replaced: tuple[str, ...]
@@ -52,24 +52,24 @@ class Installation(AbstractContextManager["Installation"]):
 
 
 def install() -> Installation:
-    """Put this package's ``fully_shard`` and what belongs to it under torch's names, until ``uninstall``.
+    """Bind torch's names to this package's ``fully_shard`` and related objects, until ``uninstall``.
 
-    Replaced are ``fully_shard``, ``FSDPModule``, ``UnshardHandle``, ``register_fsdp_forward_method`` and
-    ``share_comm_ctx`` of ``torch.distributed.fsdp`` and of its older place, ``torch.distributed._composable.fsdp``.
+    This replaces ``fully_shard``, ``FSDPModule``, ``UnshardHandle``, ``register_fsdp_forward_method`` and
+    ``share_comm_ctx`` of ``torch.distributed.fsdp`` and of its older path, ``torch.distributed._composable.fsdp``.
     torch's ``MixedPrecisionPolicy``, ``CPUOffloadPolicy``, ``OffloadPolicy`` and ``DataParallelMeshDims`` stay, since
-    this package's ``fully_shard`` takes them. torch's own modules go on using torch's.
+    this package's ``fully_shard`` accepts them. torch's own modules continue to use torch's objects.
 
     Call it before the program's imports, on all ranks::
 
         import torch_impl
         torch_impl.install()
-        import accelerate, trl  # these and all later imports find this package's
+        import accelerate, trl  # these and all later imports find this package's names
 
-    or for a while: ``with torch_impl.install(): ...``. A model that was sharded meanwhile stays what it is. A second
-    call changes nothing, and leaving it undoes nothing.
+    or temporarily: ``with torch_impl.install(): ...``. A model that was sharded inside remains unchanged afterwards. A
+    second call changes nothing, and leaving it undoes nothing.
 
-    A module that had imported one of the names before keeps torch's: the model that it shards is torch's FSDP2, and
-    its ``isinstance(model, FSDPModule)`` is False for this package's models. A UserWarning lists such modules, as does
+    A module that had already imported one of the names keeps torch's: it shards models with torch's FSDP2, and its
+    ``isinstance(model, FSDPModule)`` is False for this package's models. A UserWarning lists such modules, and so does
     ``Installation.bound_before``; import them after ``install``, or replace the name there.
     """
     for path in _KEEP_TORCHS:
@@ -79,7 +79,7 @@ def install() -> Installation:
     if replaced and bound:
         warnings.warn(
             f"torch_impl.install: {', '.join(bound)} was imported from torch before and stays torch's FSDP2, which "
-            "does not know torch_impl's modules: import these modules after torch_impl.install()",
+            "does not recognize torch_impl's modules: import these modules after torch_impl.install()",
             UserWarning,
             stacklevel=2,
         )
@@ -87,28 +87,28 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Give torch its names back; without ``install`` before, nothing happens.
+    """Restore torch's names; without a previous ``install``, nothing happens.
 
-    A name that someone else replaced meanwhile is left alone. Models keep the ``fully_shard`` that sharded them.
+    A name that someone else replaced meanwhile remains unchanged. Models keep the ``fully_shard`` that sharded them.
     """
     _put(_OURS, _TORCHS)
 
 
 def _places() -> list[ModuleType]:
-    """The modules from which programs import FSDP2, as far as this torch has them."""
+    """The modules from which programs import FSDP2, if this torch has them."""
     places: list[ModuleType] = [fsdp]
     try:
         places.append(importlib.import_module("torch.distributed._composable.fsdp"))
-        # Its name is that of the function, which hides the module as an attribute.
+        # The function has the same name and hides the module as an attribute.
         places.append(importlib.import_module("torch.distributed._composable.fsdp.fully_shard"))
     except ModuleNotFoundError:
-        # Older places, which a new torch may drop.
+        # Older paths, which a new torch may drop.
         pass
     return places
 
 
 def _put(old: dict[str, Any], new: dict[str, Any], paths: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Replace ``old`` objects by ``new`` ones, at ``paths`` only if these are given; where, as paths."""
+    """Replace ``old`` objects by ``new`` ones, only at ``paths`` if given; returns the paths of the replacements."""
     done = []
     for module in _places():
         for name, value in old.items():
@@ -120,12 +120,12 @@ def _put(old: dict[str, Any], new: dict[str, Any], paths: tuple[str, ...] | None
 
 
 def _bound_before() -> tuple[str, ...]:
-    """Names of modules other than torch's that are torch's ``fully_shard`` or ``FSDPModule``."""
+    """Names in modules other than torch's that refer to torch's ``fully_shard`` or ``FSDPModule``."""
     paths = []
     for path, module in sorted(sys.modules.items()):
         if path.partition(".")[0] in ("torch", "torch_impl") or not isinstance(module, ModuleType):
             continue
-        # A copy: another thread may be importing. Not getattr, which would run lazy imports.
+        # A copy: another thread may be importing. Not getattr, which would trigger lazy imports.
         for name, value in list(vars(module).items()):
             if value is _TORCHS["fully_shard"] or value is _TORCHS["FSDPModule"]:
                 paths.append(f"{path}.{name}")

@@ -14,10 +14,10 @@ from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What ``fully_shard`` was asked for.
+    """The arguments of ``fully_shard``.
 
-    ``grad_divisor`` None stands for the number of ranks, ``reshard_after_forward`` None for yes, except for the root,
-    and ``prefetch`` None for 1, ``offload`` None for main weights on the device.
+    None means: the number of ranks for ``grad_divisor``, yes except for the root for ``reshard_after_forward``, 1 for
+    ``prefetch``, and main weights on the device for ``offload``.
 
     Raises TypeError, ValueError or NotImplementedError that names the option, what was expected and what was given.
     """
@@ -41,7 +41,7 @@ class UnitOptions:
             raise TypeError(
                 f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(self.policy).__name__}"
             )
-        # The planner knows what is legal; whether the names are those of parameters is not known here.
+        # The planner knows which values are legal; the names of the parameters are not known yet.
         names = self.granularity if isinstance(self.granularity, Mapping) else ()
         plan_layout(
             dict.fromkeys(names, ()), 1, granularity=self.granularity, rows=self.rows, align=self.align
@@ -58,7 +58,7 @@ class UnitOptions:
         if self.strategy.shard_parameters:
             raise ValueError(
                 f"{option}: expected a strategy that keeps compute weights whole at rest (no_shard, optim, "
-                f"optim_grads), got {self.strategy.name}, where there is nothing to save"
+                f"optim_grads), got {self.strategy.name}, which stores no whole weights at rest, so nothing is saved"
             )
         if self.offload is not None:
             raise NotImplementedError(
@@ -66,13 +66,13 @@ class UnitOptions:
             )
         if self.policy.gather is not None:
             raise NotImplementedError(
-                f"{option} with gather_dtype={self.policy.gather!r} is not available: compute weights are not the "
-                "rounded main weights then"
+                f"{option} with gather_dtype={self.policy.gather!r} is not available: with it, compute weights are not "
+                "the rounded main weights"
             )
 
     @property
     def description(self) -> dict[str, object]:
-        """What ranks compare, as JSON values."""
+        """The values that ranks compare, as JSON values."""
         return {
             "strategy": str(self.strategy),
             "reshard_after_forward": self.reshard_after_forward,
@@ -89,9 +89,9 @@ class UnitOptions:
 
 
 def chosen_strategy(strategy: str | None, placements: Placements | None) -> Strategy:
-    """The strategy that is named or spelled out; sharding everything when neither is given.
+    """The strategy given by name or by placements; sharding everything when neither is given.
 
-    Raises TypeError or ValueError when both are, or for an unknown name.
+    Raises TypeError or ValueError when both are given, or for an unknown name.
     """
     if placements is None:
         return strategy_named("optim_grads_params" if strategy is None else strategy)
@@ -105,6 +105,6 @@ def chosen_strategy(strategy: str | None, placements: Placements | None) -> Stra
 
 
 def check_divisor(option: str, divisor: float) -> None:
-    """ValueError unless gradients can be divided by this."""
+    """ValueError unless gradients can be divided by ``divisor``."""
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
         raise ValueError(f"{option}: expected a positive number, got {divisor!r}")

@@ -1,4 +1,4 @@
-"""The groups of a unit: first which parameters form one and how they are laid out, then each with its weights.
+"""The groups of a unit: first the parameters and layout of each are planned, then each gets its weights.
 
 Ranks compare the plans before any of them makes a group, see ``require_same_unit``.
 """
@@ -30,7 +30,7 @@ from torch_impl.runtime.weights.group_weights import FlatWeights
 class PlannedGroup(NamedTuple):
     """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none.
 
-    ``shards``: own rows of parameters with extensions; None: they have none.
+    ``shards``: this rank's rows of parameters with extensions; None if there are no extensions.
     """
 
     members: list[OwnedParameter]
@@ -43,7 +43,7 @@ class PlannedGroup(NamedTuple):
 def plan_groups(
     owned: Sequence[OwnedParameter], meshes: Sequence[DataParallelMesh], options: UnitOptions
 ) -> list[PlannedGroup]:
-    """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
+    """The groups of a unit, in the order of their first parameters; ``meshes`` contains each parameter's mesh."""
     groups: dict[tuple[torch.dtype, bool, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
     for parameter, own_mesh in zip(owned, meshes, strict=True):
         dtype, trainable = parameter.param.dtype, parameter.param.requires_grad
@@ -97,7 +97,7 @@ def check_mesh(parameter: OwnedParameter, mesh: DataParallelMesh, options: UnitO
     if options.strategy.optimizer > mesh.ndim:
         raise ValueError(
             f"{parameter.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, "
-            f"expected a mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
+            f"expected a mesh of as many axes from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
         )
 
 
@@ -112,7 +112,7 @@ def _check_remainders(parameter: OwnedParameter, options: UnitOptions) -> None:
     if parameter.extended:
         raise NotImplementedError(
             f"{parameter.name}: store_param_remainders=True is not available for a {type(parameter.local).__name__}, "
-            "which has rows of its own"
+            "which defines its own rows"
         )
     if parameter.tensor_parallel is not None:
         raise NotImplementedError(

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from bridge.core.formats.tensors.base import DTYPES, CheckpointError
-from bridge.core.mapping.language.rules import family_names, load_mapping
-from bridge.core.mapping.language.table import MappingTable
+if TYPE_CHECKING:
+    from bridge.core.mapping.language.table import MappingTable
 
 _Proposals = list[tuple[str, str]]
+_FAMILIES = Path(__file__).parents[1] / "core" / "mapping" / "families"
 
 
 def families(incomplete: str) -> _Proposals:
     """Shipped families with their models."""
     proposals = []
-    for name in _starting(family_names(), incomplete):
+    for name in _starting(_names(_FAMILIES), incomplete):
         table = _table(name)
         proposals.append((name, "" if table is None else f"{', '.join(table.models)}"[:60]))
     return proposals
@@ -30,7 +31,7 @@ def families(incomplete: str) -> _Proposals:
 def conventions(ctx: typer.Context, incomplete: str) -> _Proposals:
     """Conventions of the family that --mapping names, or of all families without --mapping."""
     mapping = ctx.params.get("mapping")
-    tables = [_table(mapping)] if mapping else [_table(name) for name in family_names()]
+    tables = [_table(mapping)] if mapping else [_table(name) for name in _names(_FAMILIES)]
     names = dict.fromkeys(name for table in tables if table is not None for name in table.conventions)
     return [(name, "") for name in _starting(names, incomplete)]
 
@@ -45,6 +46,8 @@ def axes(ctx: typer.Context, incomplete: str) -> _Proposals:
 
 def casts(incomplete: str) -> _Proposals:
     """Floating-point dtypes after a pattern."""
+    from bridge.core.formats.tensors.base import DTYPES
+
     pattern, equals, name = incomplete.rpartition("=")
     start = f"{pattern}=" if equals else "*="
     dtypes = [dtype_name for dtype_name, dtype in DTYPES.items() if dtype.kind in "fV"]
@@ -85,10 +88,17 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _stems(folder: Path, incomplete: str) -> _Proposals:
-    return [(name, "") for name in _starting(sorted(path.stem for path in folder.glob("*.toml")), incomplete)]
+    return [(name, "") for name in _starting(_names(folder), incomplete)]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def _table(name: str) -> MappingTable | None:
+    from bridge.core.formats.tensors.base import CheckpointError
+    from bridge.core.mapping.language.rules import load_mapping
+
     try:
         return load_mapping(name)
     except (CheckpointError, OSError):

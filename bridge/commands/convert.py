@@ -24,7 +24,6 @@ from bridge.commands.output import Console, byte_progress, print_json, print_lin
 from bridge.commands.parents import ask_for_parents, missing_parent, place_here
 from bridge.commands.part_options import PartOptions
 from bridge.commands.stopping import leaving
-from bridge.core.formats.files.journal import abandoned
 from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ def convert(
 
     \b
     Example:
+      twinshard convert --example checkpoints
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
@@ -166,6 +166,8 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
 
 def _left(dst: str, replace: bool, resume: bool) -> str:
     """What a conversion that was stopped leaves."""
+    from bridge.core.formats.files.journal import abandoned
+
     if (local := place_here(dst)) is None:
         return "the same command with --resume continues" if resume else f"nothing remains at {dst}"
     if not replace and os.path.lexists(local):

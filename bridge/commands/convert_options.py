@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.options import ItemOptions, SelectionOptions
+from bridge.commands.options import ExampleOption, ItemOptions, SelectionOptions
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,4 @@ class RunOptions(ItemOptions):
         int | None,
         typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None
+    example: ExampleOption = None

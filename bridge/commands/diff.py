@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.checkpoints.compare.ulp import LARGEST_ULP
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 _WORST = 5
 _BAR = 50
+_LARGEST_ULP = 2**64 - 1  # as in `compare/ulp.py`, which imports NumPy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ComparisonOptions(SelectionOptions):
         typer.Option("--drop", metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
     ] = None
     max_ulp: Annotated[
-        int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
+        int, typer.Option(min=0, max=_LARGEST_ULP, help="Allowed distance in units in the last place.")
     ] = 0
     rtol: Annotated[
         float, typer.Option(min=0.0, help="Allowed relative difference, to the larger magnitude.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bridge.commands.options import JsonOption
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.mapping.language.rules import family_names, load_mapping
 
 
 def families(json: JsonOption = False) -> None:
@@ -17,6 +16,8 @@ def families(json: JsonOption = False) -> None:
     Example:
       twinshard families --json
     """
+    from bridge.core.mapping.language.rules import family_names, load_mapping
+
     console = Console()
     tables = [load_mapping(name) for name in family_names()]
     if json:

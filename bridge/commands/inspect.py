@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.checkpoints.inspect.tensor_tree import ALIKE
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.formats.stores.store import hub_hint, place_of
-from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.text import human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 
@@ -89,6 +85,7 @@ def inspect(
     """
     from bridge.checkpoints.inspect.chart import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.inspect.summary import inspect as run
+    from bridge.core.formats.stores.store import place_of
 
     out = Console()
     step = which.step_number()
@@ -156,6 +153,9 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
 
     fold: a value that three or more of an optimizer's ``param_groups`` have in common is printed once.
     """
+    from bridge.checkpoints.inspect.tensor_tree import ALIKE
+    from bridge.core.formats.tensors.leaves import separator_of
+
     deeper: Counter[str] = Counter()
     alike: dict[tuple[str, ...], list[tuple[str, list[str]]]] = {}
     for name, value in summary.objects.items():
@@ -192,6 +192,8 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
     from bridge.checkpoints.inspect.chart import layout_figure, save_picture
+    from bridge.core.formats.stores.store import hub_hint
+    from bridge.core.formats.tensors.base import CheckpointError
     from bridge.core.sharding.layout.layout import Layout
 
     if not path.exists():

@@ -12,7 +12,6 @@ from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, some, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_text
 from bridge.commands.parents import missing_parent
-from bridge.core.formats.stores.store import store_hint
 
 
 @grouped_options
@@ -42,6 +41,7 @@ def map_(
       twinshard map runs/torch/step_40 runs/jax/step_40 --values --out mine.toml
       twinshard convert runs/torch/step_40 new --mapping mine.toml
     """
+    from bridge.core.formats.stores.store import store_hint
     from bridge.propose.propose import propose
 
     if out is not None and os.path.lexists(out):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bridge.commands import completion
-from bridge.commands.output import Console, print_failure
-from bridge.core.formats.tensors.base import CheckpointError
+from bridge.commands.output import Console, print_failure, print_json, print_text
 from bridge.core.text import first_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,34 @@ AxisOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def _write_example(context: typer.Context, folder: Path | None) -> None:
+    """Write the example of the command, say what to run next, and end. Proposals of the shell write nothing."""
+    if folder is None or context.resilient_parsing:
+        return
+    from bridge.examples.write import write_example
+
+    json = "--json" in sys.argv[1:]  # not parsed yet: --example comes before missing arguments are noticed
+    with user_errors(json=json):
+        text = write_example(str(context.info_name), folder)
+    if json:
+        print_json(Console(), {"example": {"folder": str(folder), "text": text}})
+    else:
+        print_text(Console(), text.rstrip())
+    raise typer.Exit()
+
+
+ExampleOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--example",
+        metavar="DIR",
+        is_eager=True,
+        callback=_write_example,
+        help="Write a small example that runs into this new folder, say what to run next, and stop.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -178,6 +207,8 @@ def user_errors(*kinds: type[Exception], json: bool = False) -> Iterator[None]:
 
     json: the message is also a document on standard output.
     """
+    from bridge.core.formats.tensors.base import CheckpointError
+
     expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
     try:
         yield

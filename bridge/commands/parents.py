@@ -11,12 +11,11 @@ from pathlib import Path
 
 import typer
 
-from bridge.core.formats.stores.store import is_url, local_path, store_hint
-from bridge.core.formats.tensors.base import CheckpointError
-
 
 def place_here(destination: str) -> Path | None:
     """The path of ``destination`` on this machine, which `file://` names, too; None in other stores."""
+    from bridge.core.formats.stores.store import is_url, local_path
+
     return local_path(destination) if is_url(destination) else Path(destination)
 
 
@@ -30,6 +29,9 @@ def missing_parent(destination: str) -> Path | None:
 
 def ask_for_parents(missing: Path, destination: str) -> None:
     """Return where the user wants the directories. CheckpointError where not, or where nobody can be asked."""
+    from bridge.core.formats.stores.store import store_hint
+    from bridge.core.formats.tensors.base import CheckpointError
+
     wanted = os.path.dirname(os.path.abspath(place_here(destination) or destination))
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         if typer.confirm(f"{missing} does not exist. Create {wanted}?", err=True):

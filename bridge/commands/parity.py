@@ -10,6 +10,7 @@ import typer
 
 from bridge.commands.options import (
     AxisOption,
+    ExampleOption,
     JsonOption,
     MappingOption,
     axis_sizes,
@@ -17,7 +18,6 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.mapping import MappingError
 
 
 def parity(
@@ -36,6 +36,7 @@ def parity(
         bool, typer.Option("--strict", help="Exit with 1 also if something could not be compared.")
     ] = False,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Compare a PyTorch model and a JAX model, and find where they first diverge.
 
@@ -46,9 +47,12 @@ def parity(
 
     \b
     Examples:
+      twinshard parity --example port
       twinshard parity run.toml --out runs/parity
       twinshard parity torch.trace jax.trace --mapping llama --axis d=64
     """
+    from bridge.core.extras import why_no_pictures
+    from bridge.core.mapping import MappingError
     from bridge.parity.compare.captured import compare_traces
     from bridge.parity.compare.run import compare_run_file, write_report
     from bridge.parity.compare.run_file import RunFile, RunFileError
@@ -71,6 +75,8 @@ def parity(
             names = ", ".join(map(str, runs))
             raise ValueError(f"expected one run file (*.toml) or two traces (directories), got {names}")
         write_report(report, folder)
+        if (reason := why_no_pictures()) is not None:
+            say(reason)
     if strict and not report.complete:
         print_line(progress, f"parity: --strict: {report.conclusion()}")
     if json:

@@ -8,7 +8,7 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.option_groups import grouped_options
-from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.options import ExampleOption, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.commands.plan_options import (
     PictureOptions,
@@ -39,6 +39,7 @@ def plan(
     search: SearchOptions,
     pictures: PictureOptions,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Predict memory and traffic of a sharded model, without devices.
 
@@ -55,11 +56,12 @@ def plan(
 
     With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
     any JAX model. The table shows what the compiled programs hold and send, whether they fit, and an estimate of the
-    time of a step. Answers are kept below ~/.cache/twinshard. The compilers come with
-    pip install "twinshard[gpu-compiler]" or "twinshard[tpu-compiler]".
+    time of a step. Answers are kept below ~/.cache/twinshard. `make compilers`
+    installs the compilers in a clone; the error of a missing compiler has the commands for pip.
 
     \b
     Example:
+      twinshard plan --example policies
       twinshard plan fsdp_bf16 zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
       twinshard plan hsdp --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
       twinshard plan fsdp --model llama3-8b --optimizer adafactor --frozen 'embed.*' --devices 8

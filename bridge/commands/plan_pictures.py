@@ -9,6 +9,7 @@ from pathlib import Path
 from bridge.checkpoints.inspect.chart import check_picture_path, save_picture
 from bridge.commands.plan_options import PictureOptions
 from bridge.commands.plan_targets import CompiledSteps
+from bridge.core.extras import why_no_pictures
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.answers.search import Finding
 from bridge.planning.models.errors import PlanError
@@ -21,6 +22,8 @@ def check_paths(pictures: PictureOptions) -> None:
         check_picture_path(chart)
     if page is None:
         return
+    if (reason := why_no_pictures()) is not None:
+        raise PlanError(f"--html: {reason}")
     if page.suffix.lower() not in (".html", ".htm"):
         raise PlanError(f"--html: expected a file name that ends with .html, got {str(page)!r}")
     if page.is_dir() or not page.absolute().parent.is_dir():

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.options import JsonOption, progress_console, user_errors
+from bridge.commands.options import ExampleOption, JsonOption, progress_console, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 
 
@@ -34,6 +34,7 @@ def relay(
         ),
     ] = None,
     json: JsonOption = False,
+    example: ExampleOption = None,
 ) -> None:
     """Train one model in PyTorch and JAX in turns.
 
@@ -41,8 +42,10 @@ def relay(
 
     \b
     Example:
+      twinshard relay --example hop
       twinshard relay --out runs/first
     """
+    from bridge.core.extras import why_no_pictures
     from bridge.relay.config import ConfigError, RelayConfig
     from bridge.relay.relay import RelayError, run
 
@@ -60,7 +63,8 @@ def relay(
         heading, *rows = report.table()
         print_table(console, heading, rows)
         print_text(console, report.summary(), wrap=True)
-        print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
+        picture = why_no_pictures() or f"picture {folder / 'relay.png'}"
+        print_line(console, f"report {folder / 'report.json'}; {picture}")
     for failure in report.failures():
         print_line(Console(stderr=True), f"failed: {failure}")
     if not report.failures() and not json:

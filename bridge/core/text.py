@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 def human_bytes(count: int) -> str:
     """``count`` in decimal units, three digits."""
@@ -29,6 +27,8 @@ def plain_json(value: object) -> Any:
 
     Bytes are an object with the one key "$bytes", in base 64.
     """
+    import numpy as np
+
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -26,8 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
+from bridge.core.extras import install_advice, why_no_pictures
 from bridge.core.progress import is_watched
-from bridge.relay.chart import save_picture
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
 from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
@@ -54,6 +54,7 @@ def run(config: RelayConfig, out: Path, console: Console | None = None) -> Relay
     """Run all of ``config`` under the new folder ``out``, with live progress on ``console``.
 
     By default the console is standard error, where a terminal or a notebook shows it.
+    Without matplotlib the folder has no picture.
 
     Raises ``ConfigError``, before the folder is made, when a leg's policy does not fit its ranks or the model.
     Raises ``RelayError`` when a framework is not installed, the folder exists, or a leg or a conversion fails. Legs
@@ -80,7 +81,10 @@ def run(config: RelayConfig, out: Path, console: Console | None = None) -> Relay
         repeats=tuple(repeat.losses for repeat in repeats),
     )
     report.write(out / "report.json")
-    save_picture(report, out / "relay.png")
+    if why_no_pictures() is None:
+        from bridge.relay.chart import save_picture
+
+        save_picture(report, out / "relay.png")
     return report
 
 
@@ -95,8 +99,8 @@ def _require_frameworks(config: RelayConfig) -> None:
     ]
     if absent:
         raise RelayError(
-            f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported; install both with "
-            "pip install 'twinshard[all]'"
+            f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported: "
+            f"{install_advice('torch', 'jax', 'pictures')}"
         )
 
 

@@ -123,17 +123,16 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "neg pos abs invert eq ne lt le gt ge bool int float complex index len iter getitem contains round"
-for _name in f"{_BINARY} {_OTHERS}".split(" "):
-    setattr(UnitParameter, f"__{_name}__", _refusing(f"__{_name}__"))
-for _name in _BINARY.split(" "):
-    setattr(UnitParameter, f"__r{_name}__", _refusing(f"__r{_name}__"))
+_ARITHMETIC = [f"__{side}{name}__" for name in _BINARY.split(" ") for side in ("", "r")]
+for _name in (*_ARITHMETIC, *(f"__{name}__" for name in _OTHERS.split(" "))):
+    setattr(UnitParameter, _name, _refusing(_name))
 # A class that defines __eq__ would otherwise have no hash.
 UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
+    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true. ``jax.numpy`` and arithmetic gather its unit.
 
     (nnx asks JAX for the type of an array.) A haiku network that is applied as a whole uses parameters this way.
     """
@@ -145,6 +144,19 @@ class UnitArray(UnitParameter):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return jax.Array
+
+
+def _gathered(name: str) -> Callable[..., Any]:
+    def apply(self: UnitArray, other: Any) -> Any:
+        # A Python number changes the weights themselves, as weight decay does: this belongs inside the unit.
+        return getattr(self.__jax_array__(), name)(other) if isinstance(other, jax.Array) else refuse(self)
+
+    refuse = _refusing(name)
+    return apply
+
+
+for _name in _ARITHMETIC:
+    setattr(UnitArray, _name, _gathered(_name))
 
 
 def in_tree(value: Any) -> Any:

@@ -26,7 +26,7 @@ class Offload:
     main_weights: whether host memory also stores the weights, including frozen ones.
     update: where the optimizer's update is computed. "host": on the host's processor, with all moments, main weights
         and step counts in its memory; a step recognizes this mode by the step counts. Only gradients travel to the
-        host, and weights back for the next step, unit by unit (``docs/jax_impl.md``, host memory). The optimizer must
+        host, and weights back for the next step, unit by unit (``docs/how-to/offload.md``). The optimizer must
         keep a step count and treat all elements alike; the devices compute a global norm of gradients (clipping).
 
     Raises ``ValueError`` for a share out of range, for an unknown ``update``, and for ``update="host"`` without

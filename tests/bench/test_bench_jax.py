@@ -189,7 +189,9 @@ def test_bytes_of_a_step_are_those_of_its_state_and_programs() -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     for name in (BASELINE, BASELINE_XLA, SHARD_MAP, PJIT):
         footprint = weigh(name, TINY, model, mesh)
-        assert 3 * parameters <= footprint.state < 3 * parameters + 4096
+        # A quarter of the weights and of two moments, 4 bytes an element. The shards of three layers and the root are
+        # padded to 128 elements.
+        assert 3 * parameters <= footprint.state < 3 * parameters + 3 * 4 * 128 * 4
         assert footprint.peak > footprint.state + footprint.gradients + footprint.temporary // 2
         assert footprint.compiled["all_gather"][0] > 0
         assert footprint.gradients == (

@@ -309,5 +309,5 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CheckpointError, match=r"--engine ray needs Ray.*pip install 'twinshard\[ray\]'"):
+    with pytest.raises(CheckpointError, match=r"--engine ray needs Ray.*pip install '\.\[ray\]'"):
         RayCluster(1)

@@ -301,7 +301,7 @@ def test_a_picture_needs_layout_beside_it(layout_file: Path) -> None:
 
 
 def test_missing_matplotlib_is_said(layout_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert call("inspect", layout_file, "--layout").exit_code == 0
     result = call("inspect", layout_file, "--layout", "--picture", layout_file.with_suffix(".png"))
     assert (result.exit_code, result.stdout) == (2, "")

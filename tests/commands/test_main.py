@@ -373,7 +373,9 @@ def test_a_relay_without_a_framework_names_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flax" else find_spec(name))
     done = call("relay", "quick", "--out", tmp_path / "run")
     assert done.exit_code == 2
-    assert re.search(r"flax cannot be imported; .* 'twinshard\[all\]'", " ".join(done.stderr.split()))
+    assert re.search(
+        r"flax cannot be imported: pip install '\.\[torch,jax,pictures\]'", " ".join(done.stderr.split())
+    )
     assert not (tmp_path / "run").exists()
 
 

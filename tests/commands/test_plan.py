@@ -38,7 +38,10 @@ def call(*arguments: object) -> Result:
 def test_help_shows_an_example() -> None:
     result = call("--help")
     assert result.exit_code == 0
-    assert "Example:\n    twinshard plan fsdp_bf16 zero1 " in result.stdout
+    assert (
+        "Example:\n    twinshard plan --example policies\n    twinshard plan fsdp_bf16 zero1 "
+        in result.stdout
+    )
 
 
 def test_one_plan_is_shown_unit_by_unit() -> None:

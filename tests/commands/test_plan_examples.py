@@ -19,6 +19,7 @@ from tests.support.processes import importing_from
 ROOT = Path(__file__).parents[2]
 FILES = {
     "my_policy.toml": '[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n',
+    "fsdp_2d.toml": '[mesh]\ndp_outer = "all"\ndp = 2\n[[unit]]\nmatch = ""\n',
     "my_8b.toml": "[model]\nvocab_size = 272\nd_model = 64\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\n"
     "head_dim = 16\nd_ff = 128\n",
     "batch.toml": "tokens = { shape = [2, 17], dtype = 'int32' }\n",
@@ -43,8 +44,9 @@ def loss(model, batch):
 def examples() -> Iterator[str]:
     """Command lines, each once; those with placeholders in capitals or dots are none."""
     runner = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"})
-    texts = [(ROOT / name).read_text() for name in ("README.md", "bridge/planning/README.md")]
-    texts.append(runner.invoke(app, ["plan", "--help"]).output)
+    # Those of README.md are run by tests/test_readme.py.
+    pages = [path for folder in ("start", "how-to") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
+    texts = [*(page.read_text() for page in pages), runner.invoke(app, ["plan", "--help"]).output]
     lines: dict[str, None] = {}
     for text in texts:
         for line in re.findall(r"^[\s│]*(twinshard plan [^#\n│]+)", text, re.MULTILINE):

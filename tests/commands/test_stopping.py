@@ -101,7 +101,7 @@ def test_a_stopped_replacement_leaves_the_old_checkpoint_and_says_so_in_json(
     error = json.loads(done.stdout)
     assert (error["version"], error["error"]["kind"], error["error"]["status"]) == (1, "Stopped", 143)
     assert error["error"]["message"] == done.stderr.strip()
-    assert "is one complete checkpoint, the old or the new one" in done.stderr
+    assert "is one complete checkpoint, the old or the new" in done.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()} == before
 
 

@@ -304,7 +304,7 @@ def test_shapes_of_a_state_are_those_that_init_state_makes() -> None:
 
 
 def test_what_is_not_linear_in_its_rows_is_one_over_all_devices_by_sums_of_its_ingredients() -> None:
-    """The remedy that the README's table has for the shard_map engine, which the pjit engine does not need."""
+    """``docs/explanation/unit-in-jax.md`` has this remedy for the shard_map engine; the pjit engine needs none."""
 
     def spread(tree: Any, rows: Any, axes: Any = None) -> jax.Array:
         x = token_losses(tree, rows)

@@ -95,8 +95,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_missing_packages_are_named_with_what_installs_them(installed: Path) -> None:
     reason = compilers.why_not("tpu")
     assert reason is not None
-    assert reason.startswith("the TPU compiler is not installed (libtpu): pip install ")
-    assert '"twinshard[tpu-compiler]"' in reason
+    assert reason.startswith("the TPU compiler is not installed (libtpu): make compilers in a clone")
+    assert "pip install '.[tpu-compiler]'" in reason
     Path(installed, "jax_plugins", "xla_cuda12").mkdir(parents=True)
     reason = compilers.why_not("gpu")
     assert reason is not None

@@ -404,11 +404,11 @@ def test_the_golden_plans_load_as_valid_layouts():
         assert Layout.from_json(json.dumps(entry["layout"])).fingerprint == entry["fingerprint"]
 
 
-@pytest.mark.parametrize("where", ["module", "readme"])
+@pytest.mark.parametrize("where", ["module", "page"])
 def test_the_documented_picture_is_what_the_layout_prints(where):
     plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
-    readme = Path(bridge.core.sharding.__file__).with_name("README.md").read_text()
-    text = bridge.core.sharding.layout.layout.__doc__ or "" if where == "module" else readme
+    page = (Path(bridge.__file__).parents[1] / "docs" / "explanation" / "layouts.md").read_text()
+    text = bridge.core.sharding.layout.layout.__doc__ or "" if where == "module" else page
     documented = [line.strip() for line in text.splitlines()]
     printed = str(plan).splitlines()
     start = documented.index(printed[0])

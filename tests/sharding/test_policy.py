@@ -318,7 +318,7 @@ MESH = st.dictionaries(st.sampled_from(["dp", "outer"]), st.sampled_from([1, 4, 
 
 
 def is_legal(mesh: Any, precision: Any, units: list[dict[str, Any]]) -> bool:
-    """Whether a file of these tables, and one for the root after them, is a policy; from the words of the README."""
+    """Whether a file of these tables, and one for the root after them, is a policy; from the words of its page."""
     axes = 1 if mesh is None else len(mesh)
     sizes = [] if mesh is None else list(mesh.values())
     matches = [unit.get("match") for unit in units]

@@ -52,6 +52,7 @@ def installs(scratch: Path) -> Iterator[Install]:
     """
     pinned = ("-c", "constraints.txt")
     yield Install("make relay, make test", "low", (".[all,dev]",), pinned)
+    yield Install("make docs", "low", (".[docs]",), pinned)
     yield Install("make test-programs", "low", (".[programs]",), pinned)
     looser = scratch / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,14 +1,13 @@
 """Execute the notebooks in a clean kernel. ``python -m tests.support.notebooks [NAME...]`` stores their outputs.
 
-The README shows the relay of notebook 01: its table, and its picture as ``notebooks/relay.png``. Executing that
-notebook writes both.
+The README shows the picture of the relay, ``notebooks/relay.png``. Notebook 01 draws this picture: its execution writes
+the file.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-import re
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -36,15 +35,13 @@ def execute(path: Path, relay: str = "default") -> nbformat.NotebookNode:
         return client.execute()
 
 
-def relay_shown(notebook: nbformat.NotebookNode) -> tuple[str, bytes]:
-    """The table and summary that notebook 01 prints, and its picture of the relay as a PNG."""
-    printed, picture = "", b""
-    for cell in notebook.cells:
-        if "report.summary()" in cell.source:
-            printed = "".join(output.get("text", "") for output in cell.outputs)
-        if "relay_figure(report)" in cell.source:
-            picture = base64.b64decode(cell.outputs[0]["data"]["image/png"])
-    return "\n".join(line.rstrip() for line in printed.strip().splitlines() if line.strip()), picture
+def relay_picture(notebook: nbformat.NotebookNode) -> bytes:
+    """The picture of the relay that notebook 01 draws, as a PNG."""
+    return next(
+        base64.b64decode(cell.outputs[0]["data"]["image/png"])
+        for cell in notebook.cells
+        if "relay_figure(report)" in cell.source
+    )
 
 
 def main(names: list[str]) -> None:
@@ -54,13 +51,7 @@ def main(names: list[str]) -> None:
         notebook = execute(path)
         nbformat.write(notebook, path)
         if path == RELAY:
-            printed, picture = relay_shown(notebook)
-            PICTURE.write_bytes(picture)
-            readme = ROOT / "README.md"
-            text = readme.read_text(encoding="utf-8")
-            readme.write_text(
-                re.sub(r"```\nleg\b.*?\n```", f"```\n{printed}\n```", text, flags=re.S), encoding="utf-8"
-            )
+            PICTURE.write_bytes(relay_picture(notebook))
         print(f"executed {path.name}")
 
 

@@ -4,7 +4,7 @@ An atom is a public name (``fully_shard``), a keyword of a public callable (``fu
 field of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every
 other one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
 
-``python -m tests.support.surfaces`` prints the table of the two READMEs, and ``--write`` puts it there.
+``python -m tests.support.surfaces`` prints the table of ``docs/reference/features.md``, and ``--write`` puts it there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- features -->", "<!-- end of features -->"
-READMES = (ROOT / "torch_impl" / "README.md", ROOT / "jax_impl" / "README.md")
+PAGE = ROOT / "docs" / "reference" / "features.md"
 
 
 @dataclass(frozen=True)
 class Row:
     """``torch``, ``jax``: atoms, or other code that is shown as it is (after "~"). ``why``: of an empty side.
 
-    feature: as the READMEs show it; "" for what only this file tells.
+    feature: as the page shows it; "" for what only this file tells.
     """
 
     feature: str
@@ -102,9 +102,9 @@ def table(rows: tuple[Row, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_readme(path: Path) -> str:
-    """The table that a README has now; "" without one."""
-    match = re.search(f"{BEGIN}\n(.*?){END}", path.read_text(encoding="utf-8"), re.DOTALL)
+def on_page() -> str:
+    """The table that the page has now; "" without one."""
+    match = re.search(f"{BEGIN}\n(.*?){END}", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return match[1] if match else ""
 
 
@@ -114,10 +114,9 @@ def main() -> None:
     features = table(ROWS)
     print(features, end="")
     if "--write" in sys.argv:
-        for path in READMES:
-            text = path.read_text(encoding="utf-8")
-            start, stop = text.index(BEGIN) + len(BEGIN) + 1, text.index(END)
-            path.write_text(text[:start] + features + text[stop:], encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
+        start, stop = text.index(BEGIN) + len(BEGIN) + 1, text.index(END)
+        PAGE.write_text(text[:start] + features + text[stop:], encoding="utf-8")
 
 
 if __name__ == "__main__":

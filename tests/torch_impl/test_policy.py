@@ -394,8 +394,8 @@ def test_policies_that_do_not_fit_leave_the_model_as_it_was() -> None:
         (policy_of("a", "b"), ties, {}, "got 'a.weight' of unit 'a' tied to 'b.weight' of unit 'b'"),
         (policy_of("a"), shared, {}, "got 'a.0.weight' of unit 'a' tied to 'b.0.weight' of unit ''"),
         (policy_of(), lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "a model with a forward, got ModuleList"),
-        (recomputed, patched, {}, "'0': expected a module whose class has its forward"),
-        (recomputed, lambda: nn.Sequential(Broken()), {}, "has an attribute '_original_class' of its own"),
+        (recomputed, patched, {}, "'0': recomputation expects a forward that the module's class defines"),
+        (recomputed, lambda: nn.Sequential(Broken()), {}, "already has an attribute '_original_class'"),
         (
             policy_of(),
             decoder,
@@ -480,7 +480,8 @@ style = "colwise"
 """
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(
-        PolicyError, match=r"mine: \[precision\] store_param_remainders: expected no \[\[parallel\]\]"
+        PolicyError,
+        match=r"mine: \[precision\] store_param_remainders: expected a policy without \[\[parallel\]\]",
     ):
         ShardingPolicy.parse(text, "mine").apply(model)
     assert type(model) is nn.Sequential

@@ -42,7 +42,7 @@ def test_each_call_of_a_program_is_shown_by_a_test_and_each_difference_is_told(c
     assert call.used_at.keys() <= set(PROGRAMS)
     assert defined(call.shown_by), call.shown_by
     told = "".join(
-        (ROOT / name).read_text() for name in ("torch_impl/README.md", "torch_impl/fsdp2.py", "docs/fsdp2.md")
+        (ROOT / name).read_text() for name in ("torch_impl/fsdp2.py", "docs/reference/fsdp2-differences.md")
     )
     # Code has one backtick in Markdown, and two in docstrings.
     assert " ".join(call.told.replace("``", "`").split()) in " ".join(told.split())

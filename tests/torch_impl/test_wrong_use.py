@@ -181,7 +181,7 @@ ARGUMENTS: dict[str, Case] = {
     "a model with units of FSDP2": (
         stock_inside,
         ValueError,
-        r"fully_shard: 0 \(FSDPLinear\) is sharded by torch.distributed.fsdp already; shard all modules",
+        r"fully_shard: 0 \(FSDPLinear\) is already sharded by torch.distributed.fsdp; shard all modules",
     ),
 }
 
@@ -255,7 +255,7 @@ MOMENTS: dict[str, Case] = {
     "an unreduced gradient as a whole": (
         lambda: unreduced()[0].weight.grad.full_tensor(),
         RuntimeError,
-        r"got a gradient of shape \(7, 8\) that was not reduced over the ranks.*run the step's last backward",
+        r"got a gradient of shape \(7, 8\) that is not yet reduced over the ranks.*run the step's last backward",
     ),
     "a method that is no method": (
         lambda: torch_impl.register_fsdp_forward_method(sharded(), 3),
@@ -310,12 +310,12 @@ LOADS: dict[str, Case] = {
     "distribute_tensor of another shape": (
         lambda: distributed(torch.ones(3, 3)),
         ValueError,
-        r"distribute_tensor: expected a tensor of shape \(7, 8\), as the parameter .* got one of shape \(3, 3\)",
+        r"distribute_tensor: expected a tensor of shape \(7, 8\), like the parameter .* got one of shape \(3, 3\)",
     ),
     "distribute_tensor with one placement more": (
         lambda: distributed(extra=[Shard(0)]),
         ValueError,
-        "distribute_tensor: expected a placement for each axis .*; give param.device_mesh and param.placements",
+        "distribute_tensor: expected a placement for each axis .*; pass param.device_mesh and param.placements",
     ),
     "distribute_tensor of no rank": (
         lambda: distributed(src_data_rank=9),
@@ -407,7 +407,7 @@ OPERATORS: dict[str, Case] = {
             "outside of its module",
             lambda p: nn.functional.linear(torch.ones(3, 7), p),
             RuntimeError,
-            r"parameter '2.weight'.*modules have whole weights when they are called, not by their forward\(\)",
+            r"parameter '2.weight'.*have whole weights when the module itself is called \(not its forward\(\)\)",
         ),
         (
             "a backward through the whole",
@@ -501,7 +501,7 @@ OPTIMIZERS: dict[str, Case] = {
     "a file of another rank": (
         saved_on_another_rank,
         RuntimeError,
-        r"copy_ to parameter 'weight' of shape \(7, 8\): expected this rank's rows, .* each rank loads what it saved",
+        r"copy_ to parameter 'weight' of shape \(7, 8\): expected this rank's rows, .* each rank must load the file",
     ),
 }
 

@@ -1,1 +1,1 @@
-"""Saving and loading of train states, sharded, without gathering."""
+"""Saving and loading train states that are sharded, without gathering them."""

@@ -1,15 +1,14 @@
 """``load_state_dict(assign=True)`` into sharded modules.
 
-Torch would put the given tensors in the place of the sharded parameters, which are views of their unit's buffers and
-which an optimizer may hold. So values are copied into the parameters instead, and the parameters are what torch
-assigns::
+Torch would put the given tensors in place of the sharded parameters. But sharded parameters are views of their unit's
+buffers, and an optimizer may hold them. So the values are copied into the parameters instead, and torch assigns the
+parameters to themselves::
 
     state["weight"]  DTensor placed like the parameter  --copy_-->  parameter, on the meta device given memory first
     anything else                                       --------->  RuntimeError; no unit of the module is changed
 
-A hook of each sharded module does this, for all units below, before torch loads the module. Units that lie beside each
-other in a module that is not sharded itself are loaded one after the other: a later one's error leaves earlier ones
-loaded.
+A hook of each sharded module does this, for all units below, before torch loads the module. Sibling units in a module
+that is not itself sharded are loaded one after the other, so units that were loaded before an error stay loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.unit.unit import Unit
 
 _DISTRIBUTE = (
-    "make it a DTensor by torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements), or "
+    "make it a DTensor with torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements), or "
     "load whole tensors without assign=True"
 )
 
@@ -45,7 +44,7 @@ def load_assigned(
     loads = [_Load(unit) for unit in units]
     for load in loads:
         load.collect(names, state)
-    # After all were checked: an error leaves the model as it was.
+    # After all checks: an error leaves the model as it was.
     for load in loads:
         load.run()
     for load in loads:
@@ -54,9 +53,9 @@ def load_assigned(
 
 @dataclass
 class _Load:
-    """What a state dict has for the parameters of one unit: values by parameter; parameters by key of the state.
+    """What a state dict has for the parameters of one unit: values by parameter; parameters by key of the state dict.
 
-    groups: those that get their memory by it.
+    groups: the groups that get their memory from this load.
     """
 
     unit: Unit
@@ -65,7 +64,7 @@ class _Load:
     groups: list[ParameterGroup] = field(default_factory=list)
 
     def collect(self, names: Mapping[nn.Module, list[str]], state: Mapping[str, Any]) -> None:
-        """RuntimeError for a value that does not fit its parameter, or memory for only some parameters of a group."""
+        """RuntimeError for a value that does not fit its parameter, or if values for part of a group are missing."""
         for group in self.unit.groups:
             for param, key in _keys(group, names):
                 if key in state:
@@ -81,9 +80,9 @@ class _Load:
         for name, param in zip(group.names, group.params, strict=True):
             if param.is_meta and param not in self.values:
                 raise RuntimeError(
-                    f"parameter {name!r} is on the meta device: expected values of all parameters of its unit that "
-                    "have one dtype and are all trained or all frozen, which get memory together, found none of this "
-                    "one; call model.to_empty(device=...) first, and initialize what the state dict lacks"
+                    f"parameter {name!r} is on the meta device: expected values of all parameters of its group (same "
+                    "unit, same dtype, all trained or all frozen), which get memory together, but the state dict lacks "
+                    "this one; call model.to_empty(device=...) first, and initialize what the state dict lacks"
                 )
 
     def run(self) -> None:

@@ -1,14 +1,14 @@
 """Saving a training run to a DCP checkpoint and loading it on any number of ranks under any strategy.
 
-Tensors are stored under their global shapes, so nothing in a checkpoint depends on who saved it::
+Tensors are stored under their global shapes, so a checkpoint does not depend on the ranks that saved it::
 
     saved by 3 ranks      the checkpoint           loaded by 2 ranks
     rank 0: rows [0,4) \\                          / rank 0: rows [0,7)
     rank 1: rows [4,4)  > model.w: rows [0,11) ---
     rank 2: rows [4,11)/                           \\ rank 1: rows [7,11)
 
-Any program reads it by plain ``torch.distributed.checkpoint.load``. Loading here does not use that: stock metadata
-reading executes code that a checkpoint contains.
+Any program can read it with plain ``torch.distributed.checkpoint.load``. Loading here uses this package's own reader,
+because torch's metadata reader executes code that a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import set_main_values
 from torch_impl.dtensor.tensor import count_write
 
-# Names in an error, of which a model may have thousands.
+# How many names an error shows: a model may have thousands.
 _SHOWN = 10
-# What most often explains that names or dtypes differ.
+# The most frequent reasons why names or dtypes differ.
 _SUSPECTS = (
     "(another model? another main_dtype? another exp_avg_dtype, exp_avg_sq_dtype or momentum_dtype of the "
     "optimizer?)"
 )
 
 _CASTS = (
-    "\nParameters that are frozen when they are sharded keep the dtype in which they were given. twinshard convert "
+    "\nParameters that are frozen when they are sharded keep their original dtype. twinshard convert "
     "--cast 'PATTERN=DTYPE' makes a checkpoint with weights of another dtype"
 )
 
@@ -80,28 +80,28 @@ def save_checkpoint(
 ) -> None:
     """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks of ``process_group`` call it.
 
-    Each rank writes its own rows, computed from the layout. The checkpoint appears at ``path``, on a file system that
-    all ranks share, complete and synced to disk, or not at all. Before the first optimizer step the moments are zeros.
+    Each rank writes its own rows, which the layout determines. The checkpoint appears at ``path``, on a file system
+    that all ranks share, complete and synced to disk, or not at all. Before the first optimizer step, moments are 0.
 
     Args:
         path: a directory that does not exist yet; missing parents are made.
         model: sharded by ``fully_shard``, or a plain module whose tensors are equal on all ranks.
         optimizer: over the model's parameters.
         train: nested mapping of str to int or numpy array, equal on all ranks; ints become 0-d int64 tensors.
-        mapping: a family's name, a file or a table (``bridge.core.mapping``), of which the model has one side. The
-            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
-            the plain checkpoint. Each rank translates its own rows. Of a mapping with more than two conventions
-            ``load_mapping(name).between("hf", "torchtitan")`` leaves two.
-        process_group: the ranks that save together, by default those of the meshes of the model's parameters, or all
-            ranks for a plain module. Several groups may save at once, to other paths. Stages of a pipeline with meshes
-            of their own save into one checkpoint with the group of all of them.
+        mapping: a family's name, a file or a table (``bridge.core.mapping``), one side of which matches the model. The
+            checkpoint gets the other side's names and layouts, exactly as ``twinshard convert`` with this mapping would
+            make it from the plain checkpoint. Each rank translates its own rows. For a mapping with more than two
+            conventions, ``load_mapping(name).between("hf", "torchtitan")`` selects two.
+        process_group: the ranks that save together, by default the ranks of the meshes of the model's parameters, or
+            all ranks for a plain module. Several groups may save at once, to different paths. Pipeline stages that
+            have separate meshes save into one checkpoint with a group that contains all of them.
 
     Raises:
-        FileExistsError: something is at ``path``; nothing was written.
+        FileExistsError: ``path`` already exists; nothing was written.
         ValueError: state that cannot be saved, by name; nothing was written.
-        CheckpointError: mapping and model do not fit; ranks of the group were given other paths, or have other names,
-            shapes or train states (the text names them); or writing failed, on the rank and for the reason in the text;
-            nothing is left behind.
+        CheckpointError: mapping and model do not fit; or ranks of the group were given different paths, or have
+            different names, shapes or train states (the text names them); or writing failed, on the rank and for the
+            reason in the text; nothing is left behind.
     """
     start_save(
         path, model, optimizer, train, mapping=mapping, process_group=process_group, asynchronous=False
@@ -117,12 +117,12 @@ def save_checkpoint_async(
     mapping: AnyMapping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
-    """Save as ``save_checkpoint`` does, the same files, while training goes on; the same ranks call it.
+    """Save the same files as ``save_checkpoint``, while training continues; the same ranks call it.
 
     When this returns, the rows that this rank will write have been copied to host memory, so the state may change. A
-    thread writes them, and agrees with the other ranks over a process group of its own (gloo), so training's
-    collectives are not met. Host memory: the bytes of this rank's own rows, of replicated tensors this rank's share,
-    until they are written. One save is pending at a time; the next one waits for it first.
+    thread writes them, and agrees with the other ranks over a separate process group (gloo), so its messages never mix
+    with training's collectives. Host memory until the rows are written: the bytes of this rank's own rows, and this
+    rank's share of replicated tensors. One save is pending at a time; the next save first waits for it.
 
     Example::
 
@@ -130,12 +130,12 @@ def save_checkpoint_async(
         train_some_more(model, optimizer)
         pending.wait()  # complete on disk, or raises
 
-    An error in the thread is raised on all ranks by ``wait``; where nobody called that, by the next save; and at the
-    end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended. Wait
-    before ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
+    ``wait`` raises an error of the thread on all ranks. If nobody called ``wait``, the next save raises it, or at the
+    end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended. Call
+    ``wait`` before ``torch.distributed.destroy_process_group``, because ranks cannot agree without a process group.
 
-    Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
-    asynchronous save that failed.
+    Arguments, and errors that are raised at once: as for ``save_checkpoint``, except errors of writing.
+    ``CheckpointError`` also for an earlier asynchronous save that failed.
     """
     return start_save(path, model, optimizer, train, mapping=mapping, process_group=process_group)
 
@@ -172,13 +172,13 @@ def start_save(
 
 
 def mesh_ranks(model: nn.Module) -> list[int]:
-    """The ranks of the meshes of the model's parameters, in order; none for a plain module."""
+    """The ranks of the meshes of the model's parameters, in order; empty for a plain module."""
     meshes = {param.device_mesh for _, param in named_main_parameters(model) if isinstance(param, DTensor)}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def together(model: nn.Module, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group whose ranks save or load ``model`` together, see ``save_checkpoint``; None for the default one."""
+    """The group of ranks that save or load ``model`` together, see ``save_checkpoint``; None for the default group."""
     return group_of(process_group, () if process_group is not None else mesh_ranks(model))
 
 
@@ -205,29 +205,28 @@ def load_checkpoint(
     All ranks of ``process_group`` call it.
 
     Each rank reads its own rows. Everything is read and checked on every rank before anything is modified, which takes
-    memory for one more copy of this rank's part. A save that is still pending is waited for first, and raises if it
-    failed and nobody was told. The hyperparameters of each parameter group (lr, betas, ...) become the saved ones;
-    those that were not saved stay. The next forward uses the new weights.
+    memory for one more copy of this rank's part. A pending save is waited for first, and its error is raised here if
+    it failed and nobody has seen the error. The hyperparameters of each parameter group (lr, betas, ...) become the
+    saved ones; hyperparameters that were not saved stay. The next forward uses the new weights.
 
     Args:
-        path: the checkpoint's directory, or a directory of steps, of which the latest that is complete is taken.
+        path: the checkpoint's directory, or a directory of steps, whose latest complete step is loaded.
         model: sharded in any way, with the saved tensors' names, global shapes and dtypes.
         optimizer: over the model's parameters; None to load weights only.
-        step: the number of another step to take.
-        moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
-            for float8 with scales, become this optimizer's, rounded as an update rounds them.
+        step: the number of the step to load instead of the latest.
+        moments: "same": they must have been saved in the format of this optimizer. "convert": moments in another
+            format, such as float32 for float8 with scales, become this optimizer's, rounded as an update rounds.
         mapping: a family's name, a file or a table (``bridge.core.mapping``) between the names and layouts of the
-        checkpoint
-            and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
-            what its rows are made of.
+            checkpoint and those of the model. The checkpoint may then have any format: Orbax, safetensors, DCP. Each
+            rank reads only the elements that its rows need.
         process_group: the ranks that load together, as for ``save_checkpoint``.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
-            lists the names or tensors that differ); or it is without the step, or any complete one; or ranks of the
-            group were given other paths or steps.
-        ValueError: the optimizer's initial state is not known; ``moments`` is another word; ``step`` is no int.
+            lists the names or tensors that differ); or it lacks the step, or has no complete step; or ranks of the
+            group were given different paths or steps.
+        ValueError: the optimizer's initial state is not known; ``moments`` is another word; ``step`` is not an int.
     """
     if moments not in MODES:
         raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
@@ -236,9 +235,9 @@ def load_checkpoint(
     first = rank(group) == 0
 
     def choose() -> str | None:
-        # What this run is still saving is what it means to load.
+        # The step to load may be the one that this run is still saving.
         pending.settle()
-        # Saves may end meanwhile: the others take what the first rank saw.
+        # Saves may end meanwhile, so the other ranks take the first rank's choice.
         return os.path.relpath(choose_step(directory, step), directory) if first else None
 
     claim = {"the call": "a load", "the path": str(directory), "the step": repr(step)}
@@ -257,7 +256,7 @@ def load_checkpoint(
     try:
         staged, _ = agree(stage, group=group)
     except BaseException:
-        # A load that fails leaves the optimizer as it was.
+        # A failed load leaves the optimizer as it was.
         if optimizer is not None:
             drop_state(optimizer, added)
         raise
@@ -267,7 +266,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Staged:
-    """What was read and checked on this rank: applying it cannot fail.
+    """What was read and checked on this rank; applying it cannot fail.
 
     split: tensors that are stored with remainders, and their new values.
     """
@@ -283,7 +282,7 @@ class _Staged:
             for view, new in self.copies:
                 view.copy_(new)
         for tensor in self.live:
-            # Ranks without rows must see the change as well: all gather the new weights together, or none does.
+            # Ranks without rows must see the change as well: all ranks gather the new weights together, or none does.
             if isinstance(tensor, DTensor):
                 count_write(tensor)
         for tensor, values in self.split:
@@ -297,13 +296,13 @@ def _stage(
 ) -> _Staged:
     if reader.format != "dcp":
         raise CheckpointError(
-            f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it by "
+            f"{reader.path}: expected a DCP checkpoint, found the {reader.format} format: convert it with "
             f"`twinshard convert {reader.path} NEW --to dcp`, or load it with a mapping"
         )
     live = dict(named_tensors({"model": model_tensors(model)}))
     if optimizer is not None:
         live |= named_tensors({"optimizer": {"state": optimizer_tensors(model, optimizer)}})
-        # Asked first: the list of all missing names would say the same less clearly.
+        # Checked first: the list of all missing names would be less clear.
         stored = any(name.startswith("optimizer.state.") for name in reader.tensors)
         if not stored and not is_stateless(optimizer):
             raise CheckpointError(
@@ -348,8 +347,8 @@ def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
 def _check_names(
     reader: CheckpointReader, live: Iterable[str], with_optimizer: bool, renewed: Collection[str]
 ) -> None:
-    # Train state is returned as it is, hyperparameters may be missing, and a conversion's notes are about the
-    # checkpoint: none of them must match the live run.
+    # Train state is returned unchanged, hyperparameters may be missing, and a conversion's notes concern only the
+    # checkpoint, so none of them must match the live run.
     ignored = ("train.", "twinshard.", "optimizer.param_groups." if with_optimizer else "optimizer.")
     stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)} - {
         *renewed
@@ -387,6 +386,6 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
 
 def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:
     array = reader.read(name, box)
-    # torch does not know ml_dtypes, so bits travel as bytes; a 0-d array cannot change its item size.
+    # torch does not know ml_dtypes, so bits are copied as bytes; a 0-d array cannot change its item size.
     flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
     return flat.view(like.dtype).view(box.sizes)

@@ -1,4 +1,4 @@
-"""A training run's state as one tree, named as checkpoints name it, and a run's hyperparameters from a checkpoint.
+"""A training run's state as one tree with the names of checkpoints, and hyperparameters read from a checkpoint.
 
 ::
 
@@ -7,7 +7,7 @@
     optimizer.param_groups.<i>.{lr, betas, ..., params}      values; params lists the group's parameter names
     train.<any.path>                                         0-d int64 tensors, arrays
 
-Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` after DCP's flattening.
+Names equal those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` after DCP's flattening.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch_impl.dtensor.remainders import main_values, remainder_of
 from torch_impl.dtensor.tensor import wrap_like
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
 
-# How to compute, not what: another run may choose otherwise without changing the result.
+# These choose how to compute, not what: another run may choose differently without changing the result.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# Which parameters a group holds is the live optimizer's to say.
+# The live optimizer decides which parameters a group holds.
 _NOT_RESTORED = _IMPLEMENTATION_KEYS | {"params", "param_names"}
 _GROUPS = "optimizer.param_groups."
 
@@ -54,12 +54,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy in float32 of one that is stored with a remainder."""
+    """The tensor, or a float32 copy of a tensor that is stored with a remainder."""
     return tensor if remainder_of(tensor) is None else wrap_like(tensor, main_values(tensor))
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The fqns of each parameter group's parameters; ValueError for a parameter that the model has not."""
+    """The fqns of each parameter group's parameters; ValueError for a parameter that is not in the model."""
     # By identity: tensors compare by their elements.
     known = {id(parameter): name for name, parameter in named_main_parameters(model)}
     names = []
@@ -77,7 +77,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """``{fqn: {"exp_avg": live tensor, ...}}`` of every parameter that the optimizer updates.
 
-    Parameters without state (frozen ones, or see ``materialize_state``) are left out. Raises ValueError for state that
+    Parameters without state are left out (frozen ones, and see ``materialize_state``). Raises ValueError for state that
     is not a tensor.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -95,17 +95,17 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
 
 
 def materialize_state(optimizer: Optimizer, *, overwritten: bool = False) -> list[torch.Tensor]:
-    """Give trainable parameters without optimizer state the state they have before a first step; returns them.
+    """Give trainable parameters without optimizer state their state before a first step; returns these parameters.
 
     Zero moments and step 0 change no later result; weights are not touched, whatever the weight decay.
-    overwritten: whether a load replaces every value. Raises ValueError for an optimizer whose initial state is not
+    overwritten: whether a load will replace every value. Raises ValueError for an optimizer whose initial state is not
     known.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = [p for p in params if not optimizer.state.get(p)]
     if not missing or is_stateless(optimizer):
         return []
-    # MainWeightAdamW has it, and knows its moments' dtypes and where they live.
+    # MainWeightAdamW has it, and knows its moments' dtypes and device.
     init_state = getattr(optimizer, "init_state", None)
     if init_state is not None:
         init_state()
@@ -135,7 +135,7 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
         for parameter in group["params"]:
             if optimizer.state.get(parameter) or not parameter.requires_grad:
                 continue
-            # As Adam's own first step does: a step count on the device only where kernels read it there.
+            # As Adam's own first step: the step count is on the device only where kernels read it there.
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             step = torch.zeros((), dtype=torch.float32, device=device)
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
@@ -143,8 +143,8 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
 
 
 def _is_damped(optimizer: torch.optim.SGD) -> bool:
-    # SGD's first step takes the whole gradient into the momentum, whatever the dampening. A step from zero momentum
-    # takes 1 - dampening of the gradient.
+    # SGD's first step adds the whole gradient to the momentum, whatever the dampening. A step from zero momentum adds
+    # only 1 - dampening of the gradient.
     return any(group["dampening"] for group in optimizer.param_groups)
 
 
@@ -192,17 +192,17 @@ def named_tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def _train_tensors(train: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for key, value in train.items():
-        # A dot separates the levels of a name, so a key that holds one would come back as two levels.
+        # A dot separates the levels of a name, so a key with a dot would be loaded as two levels.
         if not isinstance(key, str) or not key or "." in key:
             raise ValueError(f"{'.'.join(path)}: expected keys that are str without '.', got {key!r}")
         here = (*path, key)
         if isinstance(value, Mapping):
             tensors[key] = _train_tensors(value, here)
-        # A bool is an int to Python, and would come back as one.
+        # A bool is an int to Python, and would be loaded as an int.
         elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             tensors[key] = torch.tensor(int(value), dtype=torch.int64)
         elif isinstance(value, np.ndarray):
-            # A copy, since torch warns about memory that it may not write to.
+            # A copy, since torch warns about read-only memory.
             tensors[key] = torch.from_numpy(value.copy())
         else:
             raise ValueError(
@@ -212,7 +212,7 @@ def _train_tensors(train: Mapping[str, Any], path: tuple[str, ...]) -> dict[str,
 
 
 def train_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The nested mapping of ints and arrays that a run was saved with, from ``{"train.<path>": array}``."""
+    """The nested mapping of ints and arrays that was saved with a run, from ``{"train.<path>": array}``."""
     values: dict[str, Any] = {}
     for name, array in arrays.items():
         _, *parents, last = name.split(".")
@@ -234,28 +234,28 @@ class GroupUpdate:
         for key, value in self.values.items():
             current = self.group.get(key)
             if isinstance(current, torch.Tensor):
-                # A captured graph holds this very tensor.
+                # A captured graph refers to this tensor object.
                 current.fill_(value)
             else:
                 self.group[key] = value
 
 
 def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer) -> list[GroupUpdate]:
-    """The saved hyperparameters of every live group, found by the parameters it holds; nothing is modified.
+    """The saved hyperparameters of every live group, matched by the group's parameters; nothing is modified.
 
-    Groups may have been saved in another order or split otherwise, as long as each live group's parameters were saved
-    in one group. Keys that choose an implementation (foreach, fused, ...) are not restored.
+    Groups may have been saved in another order or divided differently, as long as each live group's parameters were
+    saved in one group. Keys that choose an implementation (foreach, fused, ...) are not restored.
 
     Raises:
-        CheckpointError: a live group's parameters come from several saved groups or from none, or a value is of
-            another kind than the live one.
+        CheckpointError: a live group's parameters come from several saved groups or from none, or a saved value has
+            another type than the live one.
     """
     saved = _saved_groups(reader)
-    # By parameter: an index says nothing where groups were saved in another order.
+    # By parameter, because groups may have been saved in another order.
     owner = {name: i for i, group in saved.items() for name in group.get("params") or ()}
     updates = []
     for i, names in enumerate(parameter_names(model, optimizer)):
-        # A checkpoint from elsewhere may hold one group that lists no parameters: that group is everyone's.
+        # A checkpoint from another program may have one group that lists no parameters: it applies to all groups.
         origins = {owner.get(name) for name in names} if owner else set(saved)
         if len(origins) > 1 or None in origins:
             saved_groups = ", ".join(
@@ -288,7 +288,7 @@ def _saved_groups(reader: CheckpointReader) -> dict[int, dict[str, Any]]:
 
 
 def _like(current: Any, value: Any, name: str) -> Any:
-    """``value`` as the kind of the live value: formats other than pickle turn tuples to lists and 1.0 to 1."""
+    """``value`` as the live value's type: formats other than pickle turn tuples to lists and 1.0 to 1."""
     if isinstance(current, tuple) and isinstance(value, (list, tuple)) and len(value) == len(current):
         return tuple(_like(c, v, name) for c, v in zip(current, value, strict=True))
     if (

@@ -1,20 +1,20 @@
 """Whole state dicts through ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``.
 
-Torch cuts a whole tensor as ``torch.chunk`` would. With ``broadcast_from_rank0`` torch cuts between broadcasts, where
-an error on one rank leaves the others waiting. Torch takes tensors without dimensions for numbers.
+Torch shards a whole tensor as ``torch.chunk`` would. With ``broadcast_from_rank0`` torch shards between broadcasts, so
+an error on one rank leaves the others waiting. Torch mistakes tensors without dimensions for numbers.
 
 Torch's functions that do this offer no hook, so the first ``fully_shard`` of a process wraps them: sharded tensors then
-take their own rows of whole ones, and all other tensors load as before. No public means replaces that:
+take their own rows of whole ones, and all other tensors load as before. No public API can replace the wrappers:
 
-* hooks of ``load_state_dict``, of modules and optimizers, are called after torch has cut, or failed to
-* a model's ``load_state_dict`` is not asked for the state of its optimizer, whose scalars become plain tensors
-* a unit's memory has to be there before values come, or they would be in memory twice; and an error before the ranks
-  communicate, or some would wait for others
+* hooks of ``load_state_dict``, of modules and optimizers, are called only after torch has sharded, or failed to
+* a model's ``load_state_dict`` does not see the state of its optimizer, whose scalars become plain tensors
+* a unit's memory must exist before values are loaded, or they would be in memory twice; and an error must be raised
+  before the ranks communicate, or some ranks would wait for others
 
-All use of torch's private names for this is in this module.
+This module contains all uses of torch's private names for this purpose.
 
-A model on the meta device gets its memory from a strict load, on the ranks where it is there: the first rank alone may
-have values. What else is on the meta device torch assigns.
+A strict load gives a model on the meta device its memory, on every rank where the model is on the meta device: values
+on the first rank alone suffice. Torch itself assigns everything else that is on the meta device.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from torch_impl.runtime.unit.unit import Unit
 
 
 def filling(original: Callable[..., None]) -> Callable[..., None]:
-    """``original(state, keys, ...)`` puts tensors in the place of pairs (sharded tensor, whole one)."""
+    """Wrap ``original(state, keys, ...)``, which replaces each pair (sharded tensor, whole tensor) by a tensor."""
 
     @functools.wraps(original)
     def call(state: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> None:
         others = []
         for key in keys:
             pair = state.get(key)
-            # Torch would cut the whole tensor at even rows, or copy all of it into fewer.
+            # Torch would shard the whole tensor into even rows, or copy the whole tensor into fewer rows.
             if isinstance(pair, tuple) and isinstance(pair[0], RowDTensor):
                 _check(key, *pair)
                 state[key] = _filled(*pair)
@@ -65,7 +65,7 @@ def _filled(tensor: RowDTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _check(key: str, tensor: RowDTensor, whole: torch.Tensor) -> None:
-    """RuntimeError for what cannot be the whole of ``tensor``."""
+    """RuntimeError for a tensor that cannot be the whole of ``tensor``."""
     if whole.shape != tensor.shape:
         fault = f"one of shape {tuple(whole.shape)}"
     elif whole.is_meta:
@@ -86,7 +86,7 @@ def _check(key: str, tensor: RowDTensor, whole: torch.Tensor) -> None:
 
 
 def checking(original: Callable[..., None]) -> Callable[..., None]:
-    """``original(full, state, ...)`` cuts the values of ``full``, which each rank has, by those of ``state``."""
+    """Wrap ``original(full, state, ...)``, which shards the values of ``full``, equal on all ranks, like ``state``."""
 
     @functools.wraps(original)
     def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ def checking(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original(whole, mesh, placements)`` is ``distribute_tensor``."""
+    """Wrap ``original(whole, mesh, placements)``, which is ``distribute_tensor``."""
 
     @functools.wraps(original)
     def call(
@@ -109,7 +109,7 @@ def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> Any:
-        # DTensor does not know RowShard, and would lay the tensor out as if all ranks held all rows.
+        # DTensor does not know RowShard, and would place the tensor as if all ranks held all rows.
         if mesh is not None and row_placement(placements or ()) is not None:
             if isinstance(whole, RowDTensor):
                 return whole
@@ -120,7 +120,7 @@ def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
-    """``original(full, state, ...)`` puts the values of ``full`` into ``state``."""
+    """Wrap ``original(full, state, ...)``, which puts the values of ``full`` into ``state``."""
 
     @functools.wraps(original)
     def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -128,7 +128,7 @@ def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
             key: value for key, value in state.items() if isinstance(value, RowDTensor) and not value.ndim
         }
         original(full, state, *args, **kwargs)
-        # Torch has put a plain tensor where the sharded one was, and only the sharded one belongs to the model.
+        # Torch has replaced the sharded scalar by a plain tensor, but the model owns the sharded scalar.
         for key, scalar in scalars.items():
             if key in state and state[key] is not scalar:
                 state[key] = _filled(scalar, state[key])
@@ -137,7 +137,7 @@ def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original(model, state, info)`` loads ``state``, whole if ``info`` says so, into ``model``."""
+    """Wrap ``original(model, state, info)``, which loads ``state`` into ``model``; ``info`` says if it is whole."""
 
     @functools.wraps(original)
     def call(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
@@ -147,7 +147,7 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
                 module._unit for module in model.modules() if isinstance(module, FSDPModule)
             )
             if any(group.unequal for unit in units for group in unit.groups):
-                # Others have nothing to materialize, and would wait for a rank that raises.
+                # The other ranks have nothing to materialize, and would wait for a rank that raises.
                 agree(lambda: _materialize(units, state, info))
             else:
                 _materialize(units, state, info)
@@ -164,13 +164,13 @@ def _materialize(units: Iterable[Unit], state: Mapping[str, Any], info: Any) -> 
         unit.collect_apart()
         if any(group.weights.on_meta for group in unit.groups):
             planned.append(unit)
-    # Before any unit has memory, which a forward would take for values.
+    # Before any unit has memory, because a forward would take uninitialized memory for values.
     for unit in planned:
         for group in unit.groups:
             for name, param in zip(group.names, group.params, strict=True):
                 if param.is_meta and not info.strict:
                     fault = "expected strict=True, so that the state dict gives every weight a value, got strict=False"
-                # Of a state dict that comes from the first rank, torch itself says what is missing.
+                # If the state dict comes from the first rank, torch itself reports what is missing.
                 elif param.is_meta and not info.broadcast_from_rank0 and not _has(state, param, info):
                     fault = f"expected a value in the state dict, found none among its {len(state)} keys"
                 else:
@@ -190,7 +190,7 @@ def _has(state: Mapping[str, Any], param: nn.Parameter, info: Any) -> bool:
 
 
 def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
-    """Give saved buffers without dimensions memory: torch assigns those on the meta device with others alone."""
+    """Give saved scalar buffers on the meta device memory: torch assigns them only together with other tensors."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved every so often, the best and the latest kept."""
+"""The checkpoints of one run: saved at intervals; the best and the latest are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_impl.comm.agreement import agree, rank
 
 
 class CheckpointManager(StepManager):
-    """Saves and loads the steps of one run, a directory each; ``StepManager`` has the arguments and other methods.
+    """Saves and loads the steps of one run, one directory each; ``StepManager`` has the arguments and other methods.
 
     Example::
 
@@ -41,14 +41,14 @@ class CheckpointManager(StepManager):
         mapping: AnyMapping | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> PendingSave:
-        """Save as ``<directory>/<step>``, then remove steps that are superseded; all ranks of the group call it.
+        """Save as ``<directory>/<step>``, then remove superseded steps; all ranks of the group call it.
 
-        ``metrics``: numbers by name, stored in the checkpoint's own directory; the first rank's are.
+        ``metrics``: numbers by name, stored in the checkpoint's own directory; the first rank's metrics are stored.
         Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
-        ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
+        ``ValueError`` for a step below 0, metrics that are not numbers, and calls after ``close``.
         """
         group = together(model, process_group)
-        # Together: a rank that raised alone would leave the others waiting for it.
+        # Together: a rank that raised alone would leave the others waiting.
         (path, extras), _ = agree(
             lambda: (self.path_of(step), self.extras(step, metrics if rank(group) == 0 else None)),
             group=group,
@@ -72,9 +72,9 @@ class CheckpointManager(StepManager):
 
         Returns the train state.
 
-        ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
+        ``options``: of ``load_checkpoint``, which may raise its errors. ``CheckpointError`` if no step is complete.
         """
-        # Together: ranks that see no step yet, on a slow file system, would leave the others waiting.
+        # Together: on a slow file system, ranks that see no step yet would leave the others waiting.
         agree(
             self.require_step,
             group=together(model, options.get("process_group")),

@@ -1,4 +1,4 @@
-"""A state tree under the other side of a mapping, for saving, and a checkpoint under the model's own side, for loading.
+"""For saving: a state tree under the other side of a mapping. For loading: a checkpoint under the model's side.
 
 ::
 
@@ -27,15 +27,15 @@ from torch_impl.checkpoint.contents import in_one_piece, model_tensors, optimize
 from torch_impl.checkpoint.moments import held_boxes
 
 _Part = tuple[Move, torch.Tensor]
-"""Elements of this rank for a box of the checkpoint, and the live box that they are in."""
+"""This rank's elements of a box of the checkpoint, and the live box that contains them."""
 
 
 def mapped_tree(
     mapping: AnyMapping, model: nn.Module, optimizer: Optimizer | None, train: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """``state_tree`` under the other side of the mapping. Elements of its tensors are made when they are written.
+    """``state_tree`` under the other side of the mapping. Its tensors compute their elements when they are written.
 
-    Raises ``ValueError`` as ``state_tree`` does, and ``CheckpointError`` where mapping and model do not fit.
+    Raises ``ValueError`` as ``state_tree`` does, and ``CheckpointError`` if mapping and model do not fit.
     """
     leaves = _joined(state_tree(model, optimizer, train))
     tensors = {".".join(map(str, p)): t for p, t in leaves.items() if isinstance(t, torch.Tensor)}
@@ -60,7 +60,7 @@ def mapped_reader(
 ) -> LoadedAs:
     """The checkpoint, in any format, under the names and in the layouts of the model and its optimizer.
 
-    Raises ``CheckpointError`` where mapping, model and checkpoint do not fit.
+    Raises ``CheckpointError`` if mapping, model and checkpoint do not fit.
     """
     tree: dict[str, Any] = {"model": model_tensors(model)}
     if optimizer is not None:
@@ -69,9 +69,9 @@ def mapped_reader(
 
 
 class MappedTensor(torch.Tensor):
-    """This rank's boxes of a tensor of the checkpoint, made of boxes that it holds of the model's tensors.
+    """This rank's boxes of a tensor of the checkpoint, made from the boxes that it holds of the model's tensors.
 
-    A tensor of the checkpoint's shape and dtype without elements of its own: only DCP's planners can use it.
+    A tensor with the checkpoint's shape and dtype that has no elements itself: only DCP's planners can use it.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class MappedTensor(torch.Tensor):
             TensorProperties,
         )
 
-        # Without any box a tensor without elements would vanish from the checkpoint.
+        # Without any box, a tensor without elements would be missing from the checkpoint.
         boxes = (
             [move.box for move, _ in self._parts.values()]
             if math.prod(self.shape)
@@ -109,7 +109,7 @@ class MappedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        raise TypeError("expected a tensor to load into, got one that is only planned to be saved")
+        raise TypeError("expected a tensor to load into, got one that exists only to plan a save")
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if not math.prod(self.shape):
@@ -150,14 +150,14 @@ def _run_state(leaves: Mapping[TreePath, Any], model: nn.Module) -> RunState:
 
 
 def _config(model: nn.Module) -> Mapping[str, object]:
-    """The fields of a model of transformers that its config.json has; none of other models."""
+    """The fields of the config.json of a transformers model; empty for other models."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else {}
     return fields if isinstance(fields, Mapping) else {}
 
 
 def _joined(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
-    """The leaves, with float32 copies in the place of tensors that are stored with remainders."""
+    """The leaves; tensors that are stored with remainders are replaced by float32 copies."""
     return {
         path: in_one_piece(value) if isinstance(value, torch.Tensor) else value
         for path, value in _leaves(tree)
@@ -165,7 +165,7 @@ def _joined(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
 
 
 def _leaves(value: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Path and value of what DCP stores on its own: of lists, those with mappings or tensors inside are taken apart."""
+    """Path and value of each value that DCP stores separately; only lists with mappings or tensors are taken apart."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
@@ -195,7 +195,7 @@ def _with_lists(node: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The elements on the host. torch does not know ml_dtypes, so bits travel as bytes."""
+    """The elements on the host. torch does not know ml_dtypes, so bits are copied as bytes."""
     dtype = dtype_from_name(str(tensor.dtype).removeprefix("torch."))
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)

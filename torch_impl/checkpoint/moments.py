@@ -1,4 +1,4 @@
-"""Moments that were saved in another format than the optimizer's: found, and read as the optimizer stores them.
+"""Find moments that were saved in another format than the optimizer's, and read them in the optimizer's format.
 
     checkpoint                                            this optimizer's
     optimizer.state.<w>.exp_avg        float8             ...exp_avg     bfloat16
@@ -6,8 +6,8 @@
     optimizer.state.<w>.exp_avg        float32            ...exp_avg     float8
                                                           ...exp_avg_scale
 
-Saved moments are decoded to float32 (of float64 parameters to float64) and encoded anew for this rank's rows. Scales
-may lie otherwise than by rows, as in checkpoints of models whose weights are the transposed ones.
+Saved moments are decoded to float32 (float64 for float64 parameters) and encoded again for this rank's rows. Saved
+scales need not follow rows, for example in checkpoints of models whose weights are transposed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MODES = ("same", "convert")
 
 @dataclass(frozen=True)
 class OtherFormat:
-    """A moment whose saved format is not the optimizer's.
+    """A moment whose saved format differs from the optimizer's.
 
-    name: of its values in checkpoints; with ``"_scale"`` that of its scales. live: the optimizer's tensors by key.
+    name: of the values in checkpoints; ``"_scale"`` is appended for scales. live: the optimizer's tensors by key.
     """
 
     name: str
@@ -46,7 +46,7 @@ class OtherFormat:
 
     @property
     def names(self) -> set[str]:
-        """What stands for the moment in either format."""
+        """The moment's names in either format."""
         return {self.name, f"{self.name}_scale"}
 
     def described(self, reader: CheckpointReader) -> str:
@@ -58,7 +58,7 @@ class OtherFormat:
         return f"{self.name}: expected {wanted}, found {saved_format}"
 
     def copies(self, reader: CheckpointReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """``(live local tensor, its new values)`` of the values and their scales."""
+        """``(live local tensor, its new values)`` for the values and for their scales."""
         stored = local_of(self.live[self.moment_format.key])
         scale = self.live.get(self.moment_format.scale_key)
         wide = torch.float64 if self.param.dtype == torch.float64 else torch.float32
@@ -68,7 +68,7 @@ class OtherFormat:
         new = torch.empty_like(stored)
         new_scale = None if scale is None else torch.empty_like(local_of(scale))
         if stored.numel():
-            # Only dithering asks for the step.
+            # Only dithering needs the step.
             step = int(reader.read(self.step)) if new_scale is not None else 0
             self.moment_format.encode(local_of(values), new, new_scale, first_row(self.param), step)
         yield stored, new
@@ -78,12 +78,12 @@ class OtherFormat:
     def _decoded(self, reader: CheckpointReader, box: Box) -> torch.Tensor:
         if f"{self.name}_scale" in reader.tensors:
             return torch.from_numpy(read_decoded(reader, self.name, f"{self.name}_scale", box))
-        # Exact in float64, whatever it was.
+        # Exact in float64, whatever the saved dtype.
         return torch.from_numpy(np.asarray(reader.read(self.name, box), np.float64))
 
 
 def other_formats(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer) -> list[OtherFormat]:
-    """The moments in the checkpoint, of those of ``optimizer``, that are in another format, and of the right shape."""
+    """The moments of ``optimizer`` that have the right shape in the checkpoint, but another format."""
     formats: Sequence[MomentFormat] = getattr(optimizer, "moment_formats", ())
     others = []
     for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):
@@ -112,7 +112,7 @@ def _tensors(state: dict[str, Any], moment_format: MomentFormat) -> dict[str, to
 def _differs(reader: CheckpointReader, moment: OtherFormat) -> bool:
     info = reader.tensors.get(moment.name)
     stored, scale = moment.live[moment.moment_format.key], moment.live.get(moment.moment_format.scale_key)
-    # Names and shapes that are wrong are told with all others of the model.
+    # Wrong names and shapes are reported elsewhere, with all others of the model.
     if info is None or info.shape != tuple(stored.shape) or info.dtype.name in ("bool", "object"):
         return False
     saved_scale = reader.tensors.get(f"{moment.name}_scale")
@@ -130,5 +130,5 @@ def held_boxes(tensor: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
     """What this rank holds of a tensor: boxes in global coordinates, and views of the live elements in them."""
     if isinstance(tensor, DTensor):
         return zip([Box(*box) for box in local_boxes(tensor)], local_pieces(tensor), strict=True)
-    # A plain tensor is whole on every rank, and each rank reads all of it.
+    # A plain tensor is whole on every rank, and each rank reads the whole tensor.
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]

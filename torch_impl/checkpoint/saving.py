@@ -1,14 +1,14 @@
-"""Writing a state tree as one DCP checkpoint, with a manifest: planned by all ranks, then written by each.
+"""Writing a state tree as one DCP checkpoint with a manifest: all ranks plan together, then each rank writes.
 
 ::
 
-    plan       agree on path, contents and directory; rank 0 gives each chunk to one of the ranks that hold it
+    plan       agree on path, contents and directory; rank 0 assigns each chunk to one of the ranks that hold it
     copy       asynchronous saves only: the chunks that this rank writes go to host memory
-    write      each rank writes and syncs its file, and notes a checksum of every chunk         \\  in the background of
+    write      each rank writes and syncs its file, and records a checksum of every chunk       \\  in the background of
     commit     rank 0 writes .metadata and the manifest, and renames the directory               / an asynchronous save
 
-What PyTorch offers as ``dcp.save`` does all of this in one call, and so could neither copy only what a rank writes nor
-leave training's collectives alone. Planner and writer are PyTorch's own, and so are the files.
+PyTorch's ``dcp.save`` does all of this in one call, so it can neither copy only the chunks that a rank writes nor keep
+away from training's collectives. Planner and writer are PyTorch's own, and so are the files.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Tree = Mapping[str, Any]
 class PlannedSave:
     """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
 
-    tree: makes the state tree of this rank. extras: the first rank's count. copy: whether the state may change before
-    ``write`` is through. group: the ranks that save together, None for the default one. mesh_ranks: those that hold
-    parts of this rank's tensors, and so must have the same ones. Raises what ``save_checkpoint`` raises.
+    tree: makes this rank's state tree. extras: extra files; the first rank's are used. copy: whether the state may
+    change before ``write`` returns. group: the ranks that save together, None for the default group. mesh_ranks: ranks
+    that hold parts of this rank's tensors, and so must have the same tensors. Errors as for ``save_checkpoint``.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class PlannedSave:
 
     @property
     def copied_bytes(self) -> int:
-        """Host memory that the copies of this rank's chunks take."""
+        """Host memory in bytes that the copies of this rank's chunks take."""
         return self._planner.copied_bytes
 
     def _plan(self, tree: Callable[[], Tree], copy: bool) -> None:
         group, first = self.group, rank(self.group) == 0
 
         def make() -> Tree:
-            # Inside of the agreement: some ranks may have been told already that the save before failed.
+            # Inside the agreement: some ranks may already know that the previous save failed.
             pending.settle()
-            # Before the directory: state that cannot be saved leaves nothing on disk.
+            # Before the directory is made: state that cannot be saved leaves nothing on disk.
             return tree()
 
         state = agree(make, group=group, claim={"the call": "a save", "the path": str(self.path)}).value
@@ -130,10 +130,10 @@ class PlannedSave:
             try:
                 shared, self._metadata = self._planner.create_global_plan(plans)
             except ValueError as error:
-                # Rows of a tensor are missing: DCP says how many, and not why.
+                # Rows of a tensor are missing: DCP says how many, but not why.
                 raise CheckpointError(
-                    f"expected ranks that hold all rows together, got ranks {group_ranks}: save with a process_group= "
-                    f"of all ranks that share the model's rows, or without one ({str(error)[:300]})"
+                    f"expected ranks that together hold all rows, got ranks {group_ranks}: pass the process_group= "
+                    f"of all ranks that share the model's rows, or pass none ({str(error)[:300]})"
                 ) from error
             return self._writer.prepare_global_plan(shared)
 
@@ -148,7 +148,7 @@ class PlannedSave:
         agree(finish, group=group)
 
     def _require_same_contents(self, state: Tree) -> None:
-        """CheckpointError unless ranks that hold parts of the same tensors save the same ones, and one train state."""
+        """CheckpointError unless ranks with parts of the same tensors save the same tensors, and one train state."""
         contents = _contents(state)
         digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
         digests = exchange((self._mesh_ranks, digest), self.group)
@@ -163,22 +163,22 @@ class PlannedSave:
                 require_same_claims([everyone[k] for k in ranks], ranks)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write this rank's chunks, then let the checkpoint appear; all ranks call it.
+        """Write this rank's chunks, then make the checkpoint appear; all ranks call it.
 
-        group: to agree over, by default the one in which the save was planned.
+        group: to agree over; by default the group in which the save was planned.
         """
         group = group or self.group
         try:
             parts = gather(agree(self._write, group=group).value, group)
-            # A rank that returned before the commit could start a run from a path that is not there yet.
+            # A rank that returned before the commit could start a run from a path that does not exist yet.
             agree(lambda: self._commit(parts), group=group)
         except BaseException as error:
             self.abort()
-            # What the ranks did comes as other errors: this one is gloo's.
+            # Errors of the ranks' own actions have other types: this one is gloo's.
             if group is not None and isinstance(error, RuntimeError):
                 raise CheckpointError(
-                    f"{self.path}: expected word from all ranks, got none from some: a rank has died, or the process "
-                    f"group was destroyed before the save was complete ({error})"
+                    f"{self.path}: expected word from all ranks, got none from some: a rank has died, or the "
+                    f"process group was destroyed before the save was complete ({error})"
                 ) from error
             raise
 
@@ -190,8 +190,8 @@ class PlannedSave:
         try:
             written = self._writer.write_data(self._final, self._planner).wait()
         except Exception as error:
-            # torch's archive writer raises about the place in its file, on the way out of what the system refused. And
-            # writing to an open file tells no name.
+            # When the operating system refuses a write, torch's archive writer raises another error about the position
+            # in its file. And an error while writing to an open file does not contain the file's name.
             refused = _refusal_in(error)
             if refused is not None and (refused is not error or refused.filename is None):
                 raise OSError(refused.errno, refused.strerror, str(self._temporary)) from error
@@ -226,11 +226,11 @@ class PlannedSave:
 
 
 def _contents(state: Tree) -> dict[str, str]:
-    """What ranks compare: dtype and shape of each tensor, by name, and values of the train state."""
+    """The values that ranks compare: dtype and shape of each tensor, by name, and values of the train state."""
     contents = {}
     for name, tensor in named_tensors(state):
         contents[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        # A mapping's have no values before they are written.
+        # Tensors under a mapping have no values before they are written.
         if name.startswith("train.") and not tensor.is_meta:
             value = (
                 f"with checksum {array_checksum(_bytes_of(tensor)):08x}"
@@ -243,7 +243,7 @@ def _contents(state: Tree) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote, for rank 0: places of chunks for .metadata, checksums for the manifest."""
+    """What one rank wrote, for rank 0: positions of chunks for .metadata, checksums for the manifest."""
 
     written: list[WriteResult]
     tensors: Mapping[str, ManifestTensor] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class Part:
 
 
 class ChunkPlanner(dcp.DefaultSavePlanner):
-    """Copies what this rank writes to host memory if asked to, and notes checksums of what goes to the file."""
+    """Copies the chunks that this rank writes to host memory if asked to, and records checksums of written chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
         self.copied_bytes = 0
 
     def check(self, plan: SavePlan) -> None:
-        """ValueError for a tensor of a dtype that no reader here knows, by name."""
+        """ValueError, with the name, for a tensor whose dtype no reader of this package knows."""
         for item in plan.items:
             if item.tensor_data is not None:
                 try:
@@ -283,7 +283,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         index = write_item.index
-        # A copy is let go of once it is written.
+        # A copy is released once it is written.
         copied = self._copies.pop(index, None)
         value = super().resolve_data(write_item) if copied is None else copied
         if isinstance(value, torch.Tensor):
@@ -294,7 +294,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
         return value
 
     def part(self, written: list[WriteResult], directory: Path, plan: SavePlan) -> Part:
-        """What the manifest says of this rank's chunks, from the files that they were written to."""
+        """The manifest's entries of this rank's chunks, from the files to which they were written."""
         results = {result.index: result for result in written}
         tensors: dict[str, tuple[str, tuple[int, ...], dict[Box, int]]] = {}
         objects: dict[str, int] = {}
@@ -320,7 +320,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
 
 
 def _refusal_in(error: BaseException) -> OSError | None:
-    """What the operating system refused, among an error and those that it followed from."""
+    """The operating system's error, found in ``error`` and the errors that caused it."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno is not None:
@@ -342,12 +342,12 @@ def _own_host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """The elements in row-major order; torch and NumPy share no names of small floats, so as bytes."""
+    """The elements in row-major order, as bytes, because torch and NumPy share no names of small floats."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 class SharedDirectoryWriter(FileSystemWriter):
-    """Writes into a directory that rank 0 made, one file a rank, and records the checkpoint's name but no path."""
+    """Writes into a directory that rank 0 made, one file per rank, and records the checkpoint's name but no path."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         super().__init__(directory, sync_files=True)
@@ -355,7 +355,7 @@ class SharedDirectoryWriter(FileSystemWriter):
         self._name = name
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # torch would create the directory, and ranks that share no file system would each write a part of a checkpoint.
+        # torch would create the directory, and ranks that share no file system would each write part of a checkpoint.
         if not self._directory.is_dir():
             raise FileNotFoundError(
                 f"expected {self._directory}, which rank 0 made, found nothing: all ranks must share a file system"

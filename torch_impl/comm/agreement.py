@@ -1,12 +1,12 @@
 """Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
 
-``agree`` exchanges the outcomes of an action; ``gather`` and ``scatter`` move small values to rank 0 and from there.
+``agree`` exchanges the outcomes of an action. ``gather`` and ``scatter`` move small values to and from rank 0.
 ``require_same_unit`` compares how the ranks shard a unit, once per unit. ``require_all_ranks`` waits for ranks that
-might never come, so that a collective which one rank alone has reason to begin ends in an error instead of a hang.
+might never come, so a collective that only one rank begins ends in an error instead of a hang.
 
-Ranks that save or load together are those of a process group, None for the default one: see ``group_of``. Work in the
-background agrees over a group of its own, ``background_group``: over the other one its messages could meet those of a
-training step.
+Ranks that save or load together form a process group, None for the default group: see ``group_of``. Work in the
+background agrees over a separate group, ``background_group``: in a shared group its messages could mix with the
+messages of a training step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ T = TypeVar("T")
 _HAND_OVER_SECONDS = 0.01
 _ABSENT = "absent"
 
-# The default group, and the groups that were made beside it, by ranks and by whether they are for the background.
+# The default group, and the groups made in addition to it, by ranks and by whether they are for the background.
 _made: tuple[Any, dict[tuple[tuple[int, ...], bool], dist.ProcessGroup]] | None = None
 
-# Raised as they are, so that callers can tell wrong use from damage; all else becomes a CheckpointError.
+# Raised unchanged, so that callers can tell wrong use from damage; every other error becomes a CheckpointError.
 _KEPT: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -56,7 +56,7 @@ class _Report(NamedTuple):
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """What ``agree`` returns: this rank's own value, and what rank 0 wanted all ranks to know."""
+    """What ``agree`` returns: this rank's own value, and the value that rank 0 shared with all ranks."""
 
     value: T
     shared: object
@@ -68,21 +68,21 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def group_of(group: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist.ProcessGroup | None:
-    """The group whose ranks save or load together: the one that is ``group``, else a group of ``mesh_ranks``.
+    """The group whose ranks save or load together: ``group`` if given, else a group of ``mesh_ranks``.
 
-    None is the default group, where those are all ranks or none. Only the ranks of the mesh make their group.
+    Returns None, the default group, if ``mesh_ranks`` are all ranks or none. Only the mesh's ranks make their group.
 
-    Raises TypeError for what is no process group, ValueError on a rank that is not in it.
+    Raises TypeError for anything but a process group, ValueError on a rank that is not in it.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"process_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__} (of a mesh: "
+                f"process_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__} (for a mesh: "
                 "mesh.get_group())"
             )
         if dist.get_rank(group) < 0:
             raise ValueError(
-                f"process_group: expected a group with rank {dist.get_rank()}, which calls this, got ranks "
+                f"process_group: expected a group that contains the calling rank {dist.get_rank()}, got ranks "
                 f"{dist.get_process_group_ranks(group)}"
             )
         return group
@@ -95,7 +95,7 @@ def group_of(group: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist
 def background_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """A gloo group of the ranks of ``group`` for one background thread; None without a process group.
 
-    Made at the first call, which all these ranks make together, and anew for another default group.
+    Made at the first call, which all these ranks make together; a new default group makes it again.
     """
     if not dist.is_initialized():
         return None
@@ -109,7 +109,7 @@ def _group_beside(ranks: tuple[int, ...], *, background: bool) -> dist.ProcessGr
         _made = world, {}
     known = _made[1]
     if (ranks, background) not in known:
-        # Ranks outside of the group may be in a training step, or gone.
+        # Ranks outside the group may be in a training step, or gone.
         apart = len(ranks) < dist.get_world_size()
         known[ranks, background] = dist.new_group(
             list(ranks), backend="gloo", use_local_synchronization=apart
@@ -130,10 +130,10 @@ def agree(
     """Run ``action`` on every rank, then exchange outcomes once; all ranks return, or all raise.
 
     ``action`` must not communicate, or must fail on all ranks together. ``share(value)`` of rank 0, a small picklable
-    value, reaches every rank in the same exchange. The error names each failing rank and its cause, keeps the type
-    of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise. ``group``:
-    whose ranks call this, by default the default one; its first rank is the rank 0 meant here. ``claim``: what must be
-    equal on all ranks, by what errors call it; a CheckpointError names two ranks and what either has.
+    value, reaches every rank in the same exchange. The error names each failing rank and its cause. It keeps the type
+    of the first error if that type is a usual one (file exists, not found, ...), and is a CheckpointError otherwise.
+    ``group``: the ranks that call this, by default the default group; "rank 0" means its first rank. ``claim``: values
+    that must be equal on all ranks, by the names that errors use. A CheckpointError names two ranks and their values.
     """
     cause: Exception | None = None
     claimed = dict(claim or {})
@@ -145,8 +145,8 @@ def agree(
         report = _Report(type(error).__name__, str(error), None, claimed)
     reports = exchange(report, group)
     if len(reports) > 1:
-        # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
-        # while the interpreter shuts down. Programs often end right after a save, so let the thread have it now.
+        # gloo's thread needs the interpreter lock to drop the exchanged tensors. If the thread asks for the lock while
+        # the interpreter shuts down, torch aborts the process. Programs often end right after a save, so wait now.
         time.sleep(_HAND_OVER_SECONDS)
     require_same_claims([answer.claim for answer in reports.values()], [*reports])
     failed = {k: answer for k, answer in reports.items() if answer.error is not None}
@@ -157,7 +157,7 @@ def agree(
 
 
 def require_same_claims(claims: Sequence[Any], ranks: Sequence[int]) -> None:
-    """CheckpointError naming the first difference between mappings of the ranks, which are listed beside them."""
+    """CheckpointError with the first difference between the claims of the ranks; ``ranks[i]`` made ``claims[i]``."""
     first, differs = claims[0], next((k for k, claim in enumerate(claims) if claim != claims[0]), None)
     if differs is None:
         return
@@ -169,13 +169,13 @@ def require_same_claims(claims: Sequence[Any], ranks: Sequence[int]) -> None:
     raise CheckpointError(
         f"ranks that save or load together differ: {key} is {first.get(key, _ABSENT)} on rank {ranks[0]}, "
         f"{other.get(key, _ABSENT)} on rank {ranks[differs]} (ranks {first_of(like[True])} against "
-        f"{first_of(like[False])}); give all ranks of a process group the same, and name the group of ranks that save "
-        "apart by process_group="
+        f"{first_of(like[False])}); pass the same value on all ranks of a process group, and use process_group= to "
+        "select ranks that save separately"
     )
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is nobody to agree with. CheckpointError where the group's process group is gone."""
+    """Whether there is no other rank to agree with. CheckpointError if the process group was destroyed."""
     if group is None:
         return not dist.is_initialized()
     if group.size() == 1:
@@ -198,7 +198,7 @@ def exchange(value: T, group: dist.ProcessGroup | None = None) -> dict[int, T]:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable value, on the first rank of the group; an empty list on the others."""
+    """Every rank's picklable value, on the first rank of the group; an empty list on the other ranks."""
     if _alone(group):
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size(group) if rank(group) == 0 else None
@@ -207,7 +207,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def scatter(values: list[T], group: dist.ProcessGroup | None = None) -> T:
-    """Each rank's own of the picklable values that the first rank of the group gives."""
+    """This rank's item of ``values``, the picklable values that the first rank of the group passes."""
     if _alone(group):
         return values[0]
     received: list[Any] = [None]
@@ -227,10 +227,10 @@ def _describe(failed: dict[int, _Report], size: int) -> str:
 def require_same_unit(
     unit: str, description: Mapping[str, Any], flag: bool, mesh: DataParallelMesh, device: torch.device
 ) -> bool:
-    """Compare ``description`` (JSON values) over the ranks of ``mesh`` by a small all-gather of its SHA-256 an axis.
+    """Compare ``description`` (JSON values) over the ranks of ``mesh`` by a small all-gather of its SHA-256 per axis.
 
     ``description["parameters"]`` is a list of ``[name, shape, dtype, requires_grad]``; all other entries are compared
-    as they are. ``flag`` may differ between ranks: returns whether it does.
+    unchanged. ``flag`` may differ between ranks; returns whether it differs.
 
     Raises ValueError on every rank when some rank's description differs, naming the first difference and both sides.
     """
@@ -254,17 +254,17 @@ def require_same_unit(
 
 
 def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str, *, since: str = "") -> None:
-    """Return once all ranks of ``mesh`` have come here with the same ``what``, as they must before a collective.
+    """Return once all ranks of ``mesh`` have called this with the same ``what``, as they must before a collective.
 
-    Over the store of the process groups: a collective would meet those of ranks that do not come. A store holds few
-    keys a rank, whatever the number of calls. ``since`` must be the same, too, and is not part of the error.
+    Uses the store of the process groups, since a collective could match one of the ranks that do not come. The store
+    holds a few keys per rank, whatever the number of calls. ``since`` must be equal, too, but is not in the error.
 
-    Raises RuntimeError with ``what``, the ranks for which it is something else, and ``reason``: at once when all have
-    come, else when the store's timeout has passed.
+    Raises RuntimeError with ``what``, the ranks with another value, and ``reason``: at once when all ranks have called,
+    else when the store's timeout has passed.
     """
     others = ""
     for group in mesh.groups:
-        # Ranks of the next axis, which is also waiting for this rank, are to fail with it.
+        # Ranks of the next axis, which also wait for this rank, must fail with it.
         said = _meet(group, what, "unlike" if others else since)
         others = others or said
     if others:
@@ -272,14 +272,14 @@ def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str, *, since: 
 
 
 def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
-    """Wait for the ranks of one axis; what others are at, empty if all are alike."""
+    """Wait for the ranks of one axis. Returns what differs on other ranks, empty if all are alike."""
     # torch's stubs know no timeout.
     store: Any = group.get_group_store()
     own, names = dist.get_rank(group), dist.get_process_group_ranks(group)
     turn = store.add(f"twinshard turns {own}", 1)
     counts, all_here = (f"twinshard {turn} {since} {what}", f"twinshard {turn}"), f"twinshard all at {turn}"
-    # Each rank has two keys and uses them by turns. A rank that goes on after an error writes its other key, so the
-    # other ranks can still read what it was at. A rank reaches the turn after the next once all have left this one.
+    # Each rank alternates between two keys. A rank that continues after an error writes its other key, so the other
+    # ranks can still read the value of this turn. A rank reaches the turn after next once all have left this one.
     at = [f"twinshard at {turn % 2} {k}" for k in range(len(names))]
     store.set(at[own], f"{turn} {what}")
 
@@ -291,27 +291,27 @@ def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
     if came == len(names):
         # Others may have come since the first count.
         store.set(all_here, "alike" if store.add(counts[0], 0) == came else "unlike")
-        # Whoever comes to this turn has left the one before.
+        # A rank that reaches this turn has left the previous one.
         for key in (*counts, f"twinshard all at {turn - 1}"):
             store.delete_key(key)
     deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0001
     # Not wait(): it would keep the store's lock from other threads.
     while not store.check([all_here]):
         if time.monotonic() > deadline:
-            # As if this rank had not come: it may go on after the error, and come again with all.
+            # As if this rank had not come: it may continue after the error, and come again with all ranks.
             for key in (f"twinshard turns {own}", *counts):
                 store.add(key, -1)
             missing = [*unlike()]
             store.set(at[own], "")
             return f"not on ranks {missing} within {store.timeout.total_seconds():.0f} s"
         time.sleep(pause)
-        # Many ranks that ask often keep the store from answering.
+        # Frequent polling by many ranks would keep the store from answering.
         pause = min(2 * pause, 0.01)
     if store.get(all_here) == b"alike":
         return ""
     for name, text in unlike().items():
         return f"{text.partition(' ')[2]} on rank {name}"
-    return "other ranks are unlike each other, or were before"
+    return "other ranks differ from each other, or differed before"
 
 
 def _first_difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:

@@ -1,14 +1,14 @@
-"""Whether all ranks begin the collectives of units in one order.
+"""Check that all ranks begin the collectives of units in the same order.
 
-A backend matches collectives of ranks by their order alone. Where ranks call different units of equal sizes, it would
-mix the weights of these units, and their gradients, without an error::
+A backend matches collectives of ranks by their order alone. If ranks called different units of equal sizes, the backend
+would mix the weights of these units, and their gradients, without an error::
 
     rank 0    gather a    gather b    reduce b    reduce a
     rank 1    gather b    gather a    reduce a    reduce b
 
-So ranks compare what they begin, before the collective, over the store of their process groups: when one collective
-follows another for the first time, since a program that treats ranks unlike mostly does so in its first steps, and once
-in ``_EVERY`` collectives. Both compare the history, too. Other steps exchange nothing.
+So ranks compare what they begin, before the collective, over the store of their process groups: whenever one collective
+follows another for the first time, because a program that treats ranks differently mostly does so in its first steps,
+and once per ``_EVERY`` collectives. Both comparisons include the history. Other steps exchange nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.mesh import DataParallelMesh
 
 _EVERY = 1000
-# Of their ranks one process plays all, or each brings no store.
+# In a fake group one process plays all ranks; MPI groups have no store.
 _WITHOUT_STORE = ("fake", "mpi")
 _REASON = (
     "call the same units in the same order on all ranks, if need be on inputs without rows, with the same "
@@ -33,9 +33,9 @@ _REASON = (
 
 @dataclass
 class _History:
-    """What has been begun on the axes of a mesh. Without the mesh, so that its process groups can end."""
+    """The collectives begun on the axes of a mesh. It does not hold the mesh, so that its process groups can end."""
 
-    # How many groups of parameters have been made.
+    # The number of groups of parameters made until now.
     groups: int = 0
     last: str = ""
     count: int = 0
@@ -48,7 +48,7 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]
 
 
 def collective_order(mesh: DataParallelMesh) -> CollectiveOrder | None:
-    """The order of a new group of parameters; None where no ranks are to be compared, or where they bring no store."""
+    """The order of a new group of parameters; None if there are no ranks to compare, or if they have no store."""
     backends = [dist.get_backend(group) for group in mesh.groups]
     if mesh.size == 1 or any(backend in _WITHOUT_STORE for backend in backends):
         return None
@@ -56,10 +56,10 @@ def collective_order(mesh: DataParallelMesh) -> CollectiveOrder | None:
 
 
 class CollectiveOrder:
-    """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history.
+    """The order of all collectives of units over the axes of ``mesh``; equal meshes share one history.
 
     Each group of parameters has one. All ranks make their groups in the same order, so a group has the same number on
-    all ranks. Names do not suffice: units of two models may have the same name.
+    all ranks. Names would not be enough: units of two models may have the same name.
     """
 
     def __init__(self, mesh: DataParallelMesh) -> None:
@@ -70,9 +70,9 @@ class CollectiveOrder:
         self._history.groups += 1
 
     def begin(self, what: str) -> None:
-        """To be called before a collective. ``what``: a sentence that tells it from others, equal on all ranks.
+        """To be called before a collective. ``what``: a text that identifies the collective, equal on all ranks.
 
-        Raises RuntimeError, which names ranks and collectives, where ranks are found to differ.
+        Raises RuntimeError, which names ranks and collectives, if ranks differ.
         """
         its, mine = self._history, f"{self._number} {what}"
         count, checksum, pair = its.count + 1, zlib.crc32(mine.encode(), its.checksum), (its.last, mine)

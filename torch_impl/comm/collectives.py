@@ -1,7 +1,7 @@
 """The collectives of the runtime, each over one process group.
 
-Everything that training communicates goes through here, so that calls can be counted, and so that one place knows the
-names torch has had for them and its private way to issue several as one.
+All communication of training goes through this module. So calls can be counted, and one place knows torch's different
+names for collectives and its private way to issue several collectives as one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 
 PURPOSE: ContextVar[str | None] = ContextVar("purpose", default=None)
-"""What collectives are for that no unit begins, for those who count them."""
+"""A label for the collectives that no unit begins, by which counters report them."""
 
 
 class Work(Protocol):
-    """A collective under way; its tensors must stay as they are until ``wait`` returns."""
+    """A collective in progress; its tensors must not change until ``wait`` returns."""
 
     def wait(self) -> Any: ...
 
@@ -38,8 +38,8 @@ def all_gather(
 ) -> Work | None:
     """Fill each contiguous output (N x len(shard)) with the ranks' shards, rank 0 first.
 
-    As one operation, but on the CPU: two of gloo's threads that finish coalesced gathers at once write to one string
-    without a lock, the name of what they did, which is too long to be stored in place: memory is freed twice.
+    Issued as one operation, except on the CPU: when two of gloo's threads finish coalesced gathers at once, both write
+    the operation's name without a lock. This string is too long to be stored in place, so its memory is freed twice.
     """
     work: Work | None = None
     if len(shards) == 1:
@@ -91,11 +91,11 @@ def all_to_all(
     value_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> None:
-    """Give the k-th part of flat ``values`` to rank k, and fill the k-th part of ``outputs`` with what rank k gives.
+    """Send the k-th part of flat ``values`` to rank k, and fill the k-th part of ``outputs`` with rank k's data.
 
-    The sizes are those of the parts, in elements, by rank.
+    The sizes are the parts' sizes in elements, by rank.
     """
-    # As bytes, because gloo knows few dtypes.
+    # As bytes, because gloo supports few dtypes.
     width = values.element_size()
     dist.all_to_all_single(
         outputs.view(torch.uint8),
@@ -107,7 +107,7 @@ def all_to_all(
 
 
 class _Several:
-    """Collectives under way side by side."""
+    """Several collectives in progress at the same time."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -125,7 +125,7 @@ def _gather_each(
         for output, shard in zip(outputs, shards, strict=True):
             several.works.append(_gather_one(output, shard, group=group, async_op=True))
     except BaseException:
-        # The caller will free memory that the first ones write to.
+        # The caller will free memory that the earlier gathers write to.
         several.wait()
         raise
     return several
@@ -133,11 +133,11 @@ def _gather_each(
 
 @contextmanager
 def _as_one(group: dist.ProcessGroup, async_op: bool) -> Iterator[Work]:
-    """Issue the collectives called inside as one."""
+    """Issue the collectives that are called inside the context as one."""
     try:
         with distributed_c10d._coalescing_manager(group, async_ops=async_op) as together:
             yield together
     except BaseException:
-        # torch leaves a list open that would swallow the group's later collectives without a word.
+        # torch leaves a list open that would silently swallow the group's later collectives.
         distributed_c10d._world.pg_coalesce_state.pop(group, None)
         raise

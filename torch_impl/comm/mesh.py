@@ -26,20 +26,20 @@ _ordered_meshes: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
 class DataParallelMesh:
     """Sizes and process groups of ``mesh``, by axis, innermost first.
 
-    Raises ValueError for a mesh of more than two axes, or one whose process groups order their ranks otherwise.
+    Raises ValueError for a mesh of more than two axes, or if a process group orders its ranks differently.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"mesh: expected one or two data-parallel axes, got shape {tuple(mesh.shape)}; take those axes of it, "
-                "for example mesh['dp']"
+                f"mesh: expected one or two data-parallel axes, got shape {tuple(mesh.shape)}; select these axes, "
+                "for example with mesh['dp']"
             )
         axes = range(mesh.ndim)[::-1]
         self.mesh = mesh
         self.sizes = tuple(mesh.size(axis) for axis in axes)
         self.groups = tuple(mesh.get_group(axis) for axis in axes)
-        # Of all axes. A field: units ask for it at each gather.
+        # Over all axes. A field, because units read it at each gather.
         self.size = math.prod(self.sizes)
         check_order(mesh)
 
@@ -48,26 +48,26 @@ class DataParallelMesh:
         return len(self.sizes)
 
     def shards(self, level: int) -> int:
-        """Into how many shards the ``level`` innermost axes cut a buffer."""
+        """The number of shards into which the ``level`` innermost axes cut a buffer."""
         return math.prod(self.sizes[:level])
 
     def index(self, level: int) -> int:
-        """Which of these shards this rank holds."""
+        """The index of this rank's shard at ``level``."""
         return shard_index(self.mesh, range(self.ndim - level, self.ndim))
 
 
 def shard_index(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None) -> int:
-    """Which shard of rows cut over ``axes`` (outer to inner) lies on a mesh coordinate (default: this rank's)."""
+    """The index of the shard of rows that a mesh coordinate holds (default: this rank's); axes outer to inner."""
     coordinate = coordinate_of(mesh) if coordinate is None else coordinate
     index = 0
-    # The inner coordinate is the most significant: an outer axis cuts the shards of the inner one further.
+    # The inner coordinate is the most significant: an outer axis divides the shards of the inner axis further.
     for axis in reversed(axes):
         index = index * mesh.size(axis) + coordinate[axis]
     return index
 
 
 def coordinate_of(mesh: DeviceMesh) -> Sequence[int]:
-    """This rank's coordinate; RuntimeError when it is not in the mesh."""
+    """This rank's coordinate; RuntimeError if this rank is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError(f"expected a rank of the tensor's mesh {mesh}, got rank {dist.get_rank()}")
@@ -75,11 +75,11 @@ def coordinate_of(mesh: DeviceMesh) -> Sequence[int]:
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """ValueError unless process groups list ranks as the mesh does, in which order gathers lay out what they get.
+    """ValueError unless process groups list ranks in the order of the mesh, which determines where gathers put shards.
 
     torch sorts the ranks of some groups.
     """
-    # Asked for every tensor that is made.
+    # Called for every tensor that is made, so cached.
     if mesh in _ordered_meshes:
         return
     coordinate = coordinate_of(mesh)

@@ -1,1 +1,1 @@
-"""What a user looks at when something is odd: collectives, memory, layouts, norms, non-finite values."""
+"""Tools to investigate unexpected behaviour: collectives, memory, layouts, norms, non-finite values."""

@@ -15,16 +15,16 @@ from torch_impl.comm.streams import Step, Streams, Transfer
 from torch_impl.diagnostics.tensors import named_units
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# What no unit began: the exchange at fully_shard, full_tensor, norms.
+# Collectives that no unit began: the exchange at fully_shard, full_tensor, norms.
 _ELSEWHERE = "elsewhere"
 
 
 class CollectiveCount:
     """Calls and bytes since counting began, by ``(unit, kind)``; kinds are all_gather, reduce_scatter and all_reduce.
 
-    A unit is named as its module is, the root by ""; what runs outside of units counts as "elsewhere", and what modules
-    that are cut over a model axis exchange as "activations". Bytes are those of the whole buffer: what a gather fills,
-    what a reduction reads. The buffers of a group are one call.
+    A unit has the name of its module, the root "". Collectives outside units count as "elsewhere", and exchanges of
+    modules that are cut over a model axis as "activations". Bytes count the whole buffer: the output of a gather, the
+    input of a reduction. All buffers of a group together are one call.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CollectiveCount:
 
 @contextmanager
 def count_collectives(model: nn.Module | None = None) -> Iterator[CollectiveCount]:
-    """Count this rank's collectives while the context is open; by unit with a ``model``."""
+    """Count this rank's collectives while the context is open; with a ``model``, by unit."""
     count, current = CollectiveCount(), [_ELSEWHERE]
     originals = {collective: getattr(collectives, collective) for collective in _KINDS}
     units = {} if model is None else named_units(model)
@@ -80,7 +80,7 @@ def _counting(
     collective: str, original: Callable[..., Any], count: CollectiveCount, current: list[str]
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        # The whole buffers: outputs of a gather, values of a reduction.
+        # The whole buffers: outputs of a gather, inputs of a reduction.
         whole = args[1] if collective == "reduce_scatter" else args[0]
         tensors: Sequence[torch.Tensor] = [whole] if isinstance(whole, torch.Tensor) else whole
         label = collectives.PURPOSE.get() or current[-1]
@@ -92,7 +92,7 @@ def _counting(
 
 
 class _LabelledStreams:
-    """Streams that note which unit's steps run, also when they run later than they were started."""
+    """Streams that record to which unit each step belongs, even if the step runs later than it was started."""
 
     def __init__(self, streams: Streams, current: list[str]) -> None:
         self._streams, self._current = streams, current
@@ -107,7 +107,7 @@ class _LabelledStreams:
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        # Ranges are named "<unit> <what>".
+        # Range names are "<unit> <what>".
         with self._streams.range(name), self._as(name.rpartition(" ")[0]):
             yield
 

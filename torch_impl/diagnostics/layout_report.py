@@ -1,4 +1,4 @@
-"""What a sharded model consists of: units, groups, buffers, their sizes and dtypes, as data and as a table."""
+"""The parts of a sharded model (units, groups, buffers), their sizes and dtypes, as data and as a table."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _RIGHT = frozenset({"params", "elements", "padding", "shards", "shard", "align"}
 class GroupReport(group_report.GroupReport):
     """One parameter group; ``parameters``: names below the unit's module.
 
-    gather_dtype: "fsdp_pre_all_gather" where a class says it; gather_bytes: then 0 before the first gather. divisor: of
-    summed gradients.
+    gather_dtype: "fsdp_pre_all_gather" if a tensor subclass defines it; gather_bytes: then 0 before the first gather.
+    divisor: the divisor of summed gradients.
     """
 
     mesh: tuple[int, ...]
@@ -36,7 +36,7 @@ class GroupReport(group_report.GroupReport):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit; ``reshard_after_forward`` None stands for yes, except for the root."""
+    """One unit; ``reshard_after_forward`` None means True, except for the root."""
 
     name: str
     module: str
@@ -58,7 +58,7 @@ class LayoutReport(Viewed):
 
     @property
     def padded_numel(self) -> int:
-        """The same with padding."""
+        """Elements of all sharded parameters, with padding."""
         return sum(group.padded_numel for unit in self.units for group in unit.groups)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class LayoutReport(Viewed):
 
 
 def layout_report(model: nn.Module) -> LayoutReport:
-    """Describe ``model`` as it is sharded now. Not collective: all ranks have the same report."""
+    """Describe the current sharding of ``model``. Not collective: all ranks have the same report."""
     modules = dict(model.named_modules())
     units, owned = [], set()
     for unit, name in named_units(model).items():
@@ -126,7 +126,7 @@ def _group_report(group: ParameterGroup) -> GroupReport:
 
 
 def _gathered(group: ParameterGroup) -> tuple[str, int]:
-    """In which dtype or format weights cross the network, and how many bytes."""
+    """The dtype or format in which weights cross the network, and the number of bytes."""
     layout, dtypes = group.layout, group.dtypes
     if isinstance(group.weights, ExtendedWeights):
         return "fsdp_pre_all_gather", group.weights.gather_bytes

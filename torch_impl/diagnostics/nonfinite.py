@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity is: in which weight, gradient or output, in which rows, on which ranks."""
+"""Locate a NaN or an infinity: the weight, gradient or output, the rows, the ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from torch_impl.dtensor.local import (
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One tensor that holds elements which are not finite.
+    """One tensor that contains elements which are not finite.
 
     kind: "weight", "gradient", "unreduced gradient" or "output".
-    name: of the parameter, or of the module whose output it is.
-    nan, inf: how many elements; of unreduced gradients on the rank that has most.
-    rows: indices of the first rows that hold such elements, over all dimensions but the last; elements of vectors.
-    ranks: that hold such rows.
+    name: of the parameter, or of the module that returned the output.
+    nan, inf: the number of such elements; for unreduced gradients, on the rank with the most.
+    rows: indices of the first rows with such elements, over all dimensions but the last; elements of vectors.
+    ranks: the ranks that hold such rows.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one rank found; ``replica`` differs between ranks that hold the same rows."""
+    """The finding of one rank; ``replica`` differs between ranks that hold the same rows."""
 
     kind: str
     name: str
@@ -69,8 +69,8 @@ def find_nonfinite(
 ) -> tuple[NonFinite, ...]:
     """The weights and gradients that are not finite on some rank, in model order; the same on every rank. Collective.
 
-    Each is reported with at most ``max_rows`` of its rows. Unreduced gradients of earlier microbatches are looked at as
-    each rank has them, so the report says which rank's data is to blame.
+    Each is reported with at most ``max_rows`` of its rows. Unreduced gradients of earlier microbatches are checked on
+    each rank separately, so the report tells which rank's data caused the problem.
 
     Raises RuntimeError for a parameter on the meta device.
     """
@@ -98,10 +98,10 @@ def find_nonfinite(
 
 @contextmanager
 def watch_nonfinite_outputs(model: nn.Module, *, max_rows: int = 8) -> Iterator[list[NonFinite]]:
-    """Look at the outputs of all modules of ``model`` while the context is open; the list grows as they run.
+    """Check the outputs of all modules of ``model`` while the context is open; the returned list grows as they run.
 
-    Not collective: each rank sees its own outputs. Modules are listed when they end, so the first entry is the
-    innermost module where it began.
+    Not collective: each rank sees its own outputs. Modules are listed when their forward ends, so the first entry is
+    the innermost module where the problem began.
     """
     results: list[NonFinite] = []
     hooks = [
@@ -127,7 +127,7 @@ def _findings(tensors: Iterable[tuple[str, str, torch.Tensor]], max_rows: int) -
     listed = [entry for entry in tensors if entry[2].is_floating_point() or entry[2].is_complex()]
     if not listed:
         return []
-    # One copy to the host for all: asking tensor by tensor would wait for the device each time.
+    # One copy to the host for all tensors: one copy per tensor would wait for the device each time.
     finite = torch.stack([_is_finite(tensor) for _, _, tensor in listed]).tolist()
     return [_finding(*entry, max_rows) for entry, fine in zip(listed, finite, strict=True) if not fine]
 
@@ -164,10 +164,10 @@ def _finding(what: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Find
 
 
 def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """The local values with where they begin in the whole tensor."""
+    """The local values, each with its offset in the whole tensor."""
     if not isinstance(tensor, DTensor) or is_partial(tensor):
         return [((0,) * tensor.ndim, local_of(tensor).detach())]
-    # What a class holds in another form has no rows that could be named.
+    # Values that a class stores in another form have no rows to name.
     if not has_plain_values(tensor):
         return []
     boxes: tuple[Box, ...] = local_boxes(tensor)
@@ -180,7 +180,7 @@ def _keys(findings: set[_Finding], order: dict[tuple[str, str], None]) -> list[t
 
 
 def _merge(findings: list[_Finding], max_rows: int) -> NonFinite:
-    """What several ranks found in one tensor; replicas hold the same elements, which count once."""
+    """Combine the findings of several ranks about one tensor; replicas hold the same elements, which count once."""
     counts: dict[tuple[int, ...], list[int]] = {}
     for finding in findings:
         total = counts.setdefault(finding.replica, [0, 0])

@@ -1,4 +1,4 @@
-"""The tensors of a model by name: what they are, their norms, and which of them share memory that they should not."""
+"""The tensors of a model by name: their kinds, their norms, and unwanted sharing of memory between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_impl.runtime.unit.unit import Unit
 
 
 def named_units(model: nn.Module) -> dict[Unit, str]:
-    """The units of ``model``, outermost first, each with the name of its module; of several modules joined by "+"."""
+    """The units of ``model``, outermost first, each with its module's name, or its modules' names joined by "+"."""
     names: dict[Unit, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -26,7 +26,7 @@ def named_units(model: nn.Module) -> dict[Unit, str]:
 
 
 def named_main_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``named_parameters``, with sharded parameters also where a forward or ``unshard`` shows whole ones."""
+    """As ``named_parameters``, but sharded parameters even where a forward or ``unshard`` shows whole weights."""
     sharded = {
         id(whole): main
         for unit in named_units(model)
@@ -59,9 +59,9 @@ def process_groups(model: nn.Module) -> list[ProcessGroup]:
 def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each whole parameter, or of its gradient, by name; the same on every rank. Collective.
 
-    All parameters on one mesh take one all-reduce for each axis that they are sharded over, none if they are
-    replicated; norms are computed in float64. Parameters that are not sharded (ignored ones) count as this rank has
-    them; those without a gradient are left out.
+    All parameters on one mesh take one all-reduce for each axis over which they are sharded, none if they are
+    replicated. Norms are computed in float64. Parameters that are not sharded (ignored ones) count with this rank's
+    values. Parameters without a gradient are left out.
 
     Raises ValueError for a norm type that is not positive, RuntimeError for a gradient that is not reduced yet and for
     a parameter on the meta device.
@@ -84,7 +84,7 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: flo
     tensor_norms = norms("parameter_norms", list(tensors.values()), norm_type, torch.float64)
     if not tensor_norms:
         return {}
-    # One copy to the host for all: asking tensor by tensor would wait for the device each time.
+    # One copy to the host for all tensors: one copy per tensor would wait for the device each time.
     values = torch.stack([norm.to(tensor_norms[0].device) for norm in tensor_norms]).tolist()
     return dict(zip(tensors, values, strict=True))
 
@@ -106,7 +106,7 @@ class _Range(NamedTuple):
 def memory_overlaps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Overlap, ...]:
     """Pairs of live weights, gradients and optimizer states that share memory on this rank; there should be none.
 
-    Looks at main weights, compute weights that have memory, gradients, gradients that a backward is collecting, and the
+    Checks main weights, compute weights that have memory, gradients, gradients that a backward is collecting, and the
     optimizer's tensors. Tensors that are not contiguous count with the gaps between their elements.
     """
     ranges = sorted(
@@ -136,7 +136,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     for unit, unit_name in named_units(model).items():
         for group in unit.groups:
             for name, whole in zip(group.names, group.unsharded, strict=True):
-                # Under no_shard in the main dtype, and with remainders, main weights lie in the compute weights.
+                # Under no_shard in the main dtype, and with remainders, compute weights contain the main weights.
                 if group.weights.separate and not group.dtypes.remainders and group.weights.compute.allocated:
                     yield f"compute weight {unit_name}.{name}", whole
             kept = {local_of(p.grad).untyped_storage().data_ptr() for p in group.params if p.grad is not None}

@@ -1,12 +1,12 @@
 """``distribute_tensor`` and ``DTensor.from_local`` for the placements of sharded parameters.
 
-Given such placements, torch's own functions raise, or make a DTensor that takes its local tensor for something else::
+Given such placements, torch's own functions raise, or make a DTensor that misinterprets its local tensor::
 
     distribute_tensor(whole, weight.device_mesh, weight.placements)                 this rank's rows of ``whole``
     DTensor.from_local(weight.to_local(), weight.device_mesh, weight.placements)    over the memory of ``weight``
 
 Neither function offers a hook, so the first ``fully_shard`` of a process wraps both. Placements without ``RowShard`` or
-``FusedShard`` go to torch as before.
+``FusedShard`` are passed to torch unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _FromLocal(torch.autograd.Function):
         placements: tuple[Placement, ...],
         shape: tuple[int, ...],
     ) -> RowDTensor:
-        # A tensor object of its own: autograd writes to the one that it is given.
+        # A new tensor object, because autograd writes to the object that it is given.
         return make_placed(local.view_as(local), mesh, shape, placements)
 
     @staticmethod
@@ -58,11 +58,11 @@ def from_local(
 ) -> RowDTensor:
     """A DTensor over ``local``, whose memory it shares; differentiable. Nothing is communicated.
 
-    ``shape`` is that of the whole tensor; None: as the placements of a sharded parameter say. Shapes are checked
-    always, whatever ``run_check``, and the whole is contiguous, whatever ``stride``.
+    ``shape`` is the shape of the whole tensor; None: the shape that the placements of a sharded parameter contain.
+    Shapes are always checked, whatever ``run_check``, and the whole is contiguous, whatever ``stride``.
 
-    Raises TypeError for what is no tensor or no mesh; ValueError for placements that do not fit, and for a ``local`` of
-    another shape than they say; RuntimeError for gradients that are to be placed otherwise.
+    Raises TypeError for anything but a tensor or a mesh; ValueError for placements that do not fit, and for a ``local``
+    whose shape does not match them; RuntimeError for gradients with other placements.
     """
     placements = _checked("from_local", local, mesh, placements)
     if isinstance(local, DTensor):
@@ -71,8 +71,8 @@ def from_local(
         )
     if grad_placements is not None and tuple(grad_placements) != placements:
         raise RuntimeError(
-            f"from_local: gradients of {placements} are placed alike, got grad_placements={grad_placements}; leave "
-            "them out"
+            f"from_local: expected gradients placed like the tensor, {placements}, got "
+            f"grad_placements={grad_placements}; leave grad_placements out"
         )
     whole = _whole_shape(local, mesh, placements) if shape is None else tuple(shape)
     if local.device.type not in (mesh.device_type, "meta"):
@@ -84,7 +84,7 @@ def from_local(
 def _whole_shape(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
     rows = row_placement(placements)
     if rows is None:
-        # Equal parts, as torch takes them to be; others are refused for their shape.
+        # Equal parts, as torch assumes; other tensors are refused because of their shape.
         sizes = list(local.shape)
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard | FusedShard):
@@ -92,7 +92,7 @@ def _whole_shape(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placem
         return tuple(sizes)
     if rows.shape is not None:
         return rows.shape
-    # Bounds that a program made by itself: rows of vectors and matrices tell the whole, those of stacks do not.
+    # Bounds that a program made itself: rows of vectors and matrices determine the whole shape, rows of stacks do not.
     if not is_tensor_parallel(placements) and local.ndim > 0:
         return (rows.bounds[-1], *local.shape[1:])
     raise ValueError(
@@ -104,18 +104,18 @@ def _whole_shape(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placem
 def distribute_tensor(
     whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], src_data_rank: int | None = 0
 ) -> RowDTensor:
-    """This rank's part of ``whole`` in memory of its own, a leaf that requires gradients if ``whole`` does.
+    """This rank's part of ``whole`` in new memory, a leaf that requires gradients if ``whole`` does.
 
-    ``src_data_rank``: the rank of each mesh axis whose ``whole`` counts, as with torch, by a broadcast over each axis;
-    None: each rank's own, without communication. A DTensor that is placed so already is returned as it is.
+    ``src_data_rank``: the rank on each mesh axis whose ``whole`` is used, as in torch, by a broadcast over each axis;
+    None: each rank's own, without communication. A DTensor that already has these placements is returned unchanged.
 
-    Raises TypeError for what is no tensor or no mesh, RuntimeError for a tensor with history, ValueError for placements
-    that do not fit and for other DTensors.
+    Raises TypeError for anything but a tensor or a mesh, RuntimeError for a tensor with history, ValueError for
+    placements that do not fit and for other DTensors.
     """
     placements = _checked("distribute_tensor", whole, mesh, placements)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"distribute_tensor: expected placements of a parameter or a reduced gradient, got {placements}; reduce "
+            f"distribute_tensor: expected placements of a parameter or of a reduced gradient, got {placements}; reduce "
             "the gradient first"
         )
     if not whole.is_leaf:
@@ -156,14 +156,14 @@ def _checked(
         )
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"{function}: expected a placement for each axis of {mesh}, got {tuple(placements)}; give "
+            f"{function}: expected a placement for each axis of {mesh}, got {tuple(placements)}; pass "
             "param.device_mesh and param.placements of one parameter"
         )
     return tuple(placements)
 
 
 def _check_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Before the ranks communicate, since others would wait for one that raises later."""
+    """Check before the ranks communicate, since others would wait for a rank that raises later."""
     try:
         local_sizes(shape, mesh, placements)
     except ValueError as error:
@@ -175,8 +175,8 @@ def _check_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
         if rows is not None:
             wanted = f"of shape {rows.shape}" if rows.shape else f"of {rows.bounds[-1]} rows"
         raise ValueError(
-            f"distribute_tensor: expected a tensor {wanted}, as the parameter whose placements {tuple(placements)} "
-            f"are, got one of shape {tuple(shape)}"
+            f"distribute_tensor: expected a tensor {wanted}, like the parameter with the placements "
+            f"{tuple(placements)}, got one of shape {tuple(shape)}"
         ) from error
 
 
@@ -186,7 +186,7 @@ def _of_one_rank(values: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.T
         if mesh.size(axis) == 1 or not values.numel():
             continue
         values = values.contiguous() if at == source else torch.empty_like(values).contiguous()
-        # Bytes: backends do not know every dtype.
+        # Bytes: no backend supports every dtype.
         dist.broadcast(values.view(-1).view(torch.uint8), group=mesh.get_group(axis), group_src=source)
     return values
 
@@ -228,7 +228,7 @@ def accept_row_placements() -> None:
 
 
 def rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Where a module imported ``old`` by this name, the name is that of ``new`` now, for the module's functions too."""
+    """Rebind the name to ``new`` in every module that imported ``old`` by it, for the module's functions too."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if names.get(name) is not old:

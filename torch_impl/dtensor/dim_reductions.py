@@ -1,13 +1,13 @@
-"""Reductions of cut rows over any dimensions: a replicated result, of which each rank fills in what its rows give.
+"""Reductions of cut rows over any dimensions, with a replicated result; each rank fills in what its rows contribute.
 
-The local rows are ``[r0, r1)`` of a matrix of all leading dimensions by the last one. What is kept of the leading ones
-numbers the rows of the result::
+The local rows are ``[r0, r1)`` of a matrix of all leading dimensions by the last one. The leading dimensions that are
+kept number the rows of the result::
 
     (2, 3, 5) cut, rows [2, 6)      sum over (0, 2): (3,)      row of the result
     slice 0  . . #                  # # #                      2
     slice 1  # # #                                             0 1 2
 
-The ranks' results are combined by one all-reduce for each axis that cuts rows. Sums are made in float64, and rounded
+The ranks' results are combined by one all-reduce for each axis that cuts rows. Sums are computed in float64 and rounded
 once.
 """
 
@@ -33,7 +33,7 @@ _IDENTITY = {"sum": 0.0, "amax": -math.inf, "prod": 1.0}
 class RowsOverDims:
     """The local rows of a floating-point ``tensor``, to be reduced over ``dims``; none or empty: over all.
 
-    Raises RuntimeError, in which ``func`` is named, for a tensor whose rows are not all that is cut, and other dtypes.
+    Raises RuntimeError, which names ``func``, for other dtypes and for a tensor that is cut in anything but rows.
     """
 
     def __init__(self, func: Any, tensor: Any, dims: Sequence[int] | int | None, keepdim: bool) -> None:
@@ -66,7 +66,7 @@ class RowsOverDims:
             below //= max(size, 1)
             if dim not in reduced:
                 number = number * size + at // max(below, 1) % max(size, 1)
-        # Of each local row, the row of the result that it belongs to.
+        # For each local row, the row of the result to which it belongs.
         self._number = number
         groups = math.prod(size for dim, size in enumerate(leading) if dim not in reduced)
         self._size = groups, 1 if self._last else columns
@@ -89,7 +89,7 @@ class RowsOverDims:
             result.scatter_reduce_(0, self._number[:, None].expand_as(values), values, how)
         if self._whole:
             return result
-        # Backends differ in what their MAX does with NaN.
+        # Backends differ in how their MAX treats NaN.
         nan = result.isnan() if how == "amax" else None
         both = (
             result if nan is None else torch.stack([result.masked_fill(nan, -math.inf), nan.to(result.dtype)])
@@ -99,11 +99,11 @@ class RowsOverDims:
         return both if nan is None else both[0].masked_fill(both[1] > 0, math.nan)
 
     def spread(self, result: torch.Tensor) -> torch.Tensor:
-        """Of each local row, its row of a result."""
+        """For each local row, its row of a result."""
         return result[self._number]
 
     def wrapped(self, result: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
-        """The result in its shape and dtype (default: the tensor's); a plain scalar where it has no dimension."""
+        """The result in its shape and dtype (default: the tensor's); a plain scalar if it has no dimension."""
         result = result.to(dtype or self._tensor.dtype).view(self.shape)
         return wrap_rows(self._tensor, result, self.shape, None) if self.shape else result
 
@@ -155,7 +155,7 @@ def _variance(root: bool, with_mean: bool) -> Callable[..., Any]:
         rows = RowsOverDims(func, tensor, dim, keepdim)
         mean = rows.combined(rows.rows, "sum") / rows.count
         squares = rows.combined((rows.rows.double() - rows.spread(mean)) ** 2, "sum")
-        # A division of a tensor: by 0 it is NaN, as in torch.
+        # A division by a tensor: by 0 it gives NaN, as in torch.
         variance = squares / squares.new_tensor(
             max(rows.count - (1 if correction is None else correction), 0)
         )

@@ -1,4 +1,4 @@
-"""What this rank holds of a DTensor: its local tensor, its rows, and where they lie in the whole.
+"""A rank's part of a DTensor: its local tensor, its rows, and their position in the whole.
 
 A local tensor holds rows ``[bounds[k], bounds[k + 1])`` of shard k, and has the shape ``[rows]`` for parameters of up
 to one dimension, else ``[rows, last dimension]``::
@@ -42,15 +42,15 @@ def checked_dtensor(tensor: torch.Tensor) -> DTensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The very local tensor of a DTensor, outside autograd: no view, so version counters are shared.
+    """The actual local tensor of a DTensor, outside autograd: not a view, so version counters are shared.
 
-    Anything else is its own local value.
+    Any other tensor is its own local value.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that a tensor wraps, at any depth; a tensor that wraps none itself."""
+    """The tensors with memory that a tensor wraps, at any depth; the tensor itself if it wraps none."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -58,7 +58,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def has_plain_values(tensor: torch.Tensor) -> bool:
-    """Whether ``plain_values`` has them."""
+    """Whether ``plain_values`` can return the tensor's values."""
     local = local_of(tensor)
     return not is_traceable_wrapper_subclass(local) or len(_alike(local)) == 1
 
@@ -74,9 +74,9 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     alike = _alike(local)
     if len(alike) != 1:
         raise RuntimeError(
-            f"a parameter of shape {tuple(tensor.shape)} is a {type(local).__name__}, which holds its values in "
-            "another form, so that they have no plain local tensor: use state_dict() and load_state_dict() on equally "
-            "many ranks, torch.optim, and to_local()"
+            f"a parameter of shape {tuple(tensor.shape)} is a {type(local).__name__}, which stores its values in "
+            "another form, so it has no plain local tensor: use state_dict() and load_state_dict() on the same number "
+            "of ranks, torch.optim, and to_local()"
         )
     return alike[0]
 
@@ -86,17 +86,17 @@ def _alike(local: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a gradient that was not reduced over all data-parallel axes yet."""
+    """Whether the tensor is a gradient that is not yet reduced over all data-parallel axes."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def refuse_partial(tensor: torch.Tensor) -> None:
-    """RuntimeError for a gradient that was not reduced yet: its rows are terms of a sum, not values."""
+    """RuntimeError for a gradient that is not yet reduced: its rows are terms of a sum, not values."""
     if is_partial(tensor):
         raise RuntimeError(
-            f"expected a sharded or replicated tensor, got a gradient of shape {tuple(tensor.shape)} that was not "
-            f"reduced over the ranks, placed as {checked_dtensor(tensor).placements}: run the step's last backward "
-            "without no_sync, set_is_last_backward(False) or set_requires_gradient_sync(False) before reading it"
+            f"expected a sharded or replicated tensor, got a gradient of shape {tuple(tensor.shape)} that is not yet "
+            f"reduced over the ranks, placed as {checked_dtensor(tensor).placements}: before reading it, run the "
+            "step's last backward without no_sync, set_is_last_backward(False) and set_requires_gradient_sync(False)"
         )
 
 
@@ -187,13 +187,13 @@ def _within(offset: int, size: int, ranges: Ranges) -> Iterator[tuple[int, int, 
 
 
 def own_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``whole``, which has the global shape of ``tensor``, in the local shape."""
+    """This rank's part of ``whole``, which has the global shape of ``tensor``, in the local shape."""
     origin = checked_dtensor(tensor)
     local = local_of(origin)
     if not local.numel():
         # reshape(-1, ...) below cannot infer a number of rows from no elements.
         return torch.empty_like(local, dtype=whole.dtype, device=whole.device)
-    # Tensor-parallel axes cut first, and row bounds count the rows of what they leave.
+    # Tensor-parallel axes cut first, and row bounds count the rows of their result.
     whole = tensor_parallel_part(whole, origin.device_mesh, origin.placements)
     if row_placement(origin.placements) is None:
         return whole

@@ -1,7 +1,7 @@
-"""Transposes and products of matrices that lie whole on one rank, as ``granularity="tensor"`` leaves them.
+"""Transposes and products of matrices that are whole on one rank, as with ``granularity="tensor"``.
 
-That rank computes as if it were alone, and the others hold nothing of the results. So ``torch.optim.Muon``, which
-orthogonalizes matrices, works without a collective of its own::
+That rank computes as if it were alone, and the other ranks hold nothing of the results. So ``torch.optim.Muon``, which
+orthogonalizes matrices, works without additional collectives::
 
     weight (4, 3), bounds (0, 0, 4)      weight.t() (3, 4), bounds (0, 0, 3)      weight @ weight.t()  (4, 4), (0, 0, 4)
     rank 0: nothing                      rank 0: nothing                          rank 0: nothing
@@ -35,7 +35,7 @@ def on_whole_matrices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if holder is None or any(_holder(matrix) != holder for matrix in matrices):
         return None
     shape = func(*map(meant, args), **kwargs).shape
-    # What a transpose does not change is no other view, and of one dimension there is no matrix.
+    # A transpose of a vector changes nothing and returns no new view, and a vector is no matrix.
     if len(shape) != 2:
         return None
     _, shards, shard = holder
@@ -54,12 +54,12 @@ def on_whole_matrices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _holder(matrix: torch.Tensor) -> tuple[Any, int, int] | None:
-    """Of a matrix with elements, its mesh, the number of shards, and which of them is the whole; None if none is."""
+    """For a matrix with elements: its mesh, the number of shards, and the shard that is whole; None if none is."""
     if not isinstance(matrix, DTensor) or matrix.ndim != 2 or not matrix.numel():
         return None
     bounds = None if is_tensor_parallel(matrix.placements) else row_bounds_of(matrix)
     if bounds is None:
         return None
-    # Where it begins, it must end.
+    # A whole matrix ends in the shard in which it begins.
     shard = sum(bound == 0 for bound in bounds) - 1
     return (matrix.device_mesh, len(bounds) - 1, shard) if bounds[shard + 1] == matrix.shape[0] else None

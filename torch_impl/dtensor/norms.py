@@ -1,4 +1,4 @@
-"""``WholeNorm``: what norms of sharded tensors return, a plain scalar that also answers ``full_tensor()``."""
+"""``WholeNorm``, the type of norms of sharded tensors: a plain scalar that also has ``full_tensor()``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-# By these ``clip_grad_norm_``, and programs that do the same by hand, make one norm of many.
+# With these functions ``clip_grad_norm_``, and programs that do the same by hand, combine many norms into one.
 _STAYS = {torch.Tensor.to, torch.stack, torch.linalg.vector_norm, torch.norm, torch.Tensor.norm}
 
 
 class WholeNorm(torch.Tensor):
     """A norm of whole tensors, equal on all ranks that hold parts of them.
 
-    No DTensor, as FSDP2's norms are: norms over several meshes, and of plain tensors, may be combined. All that is
-    computed from it is plain, but norms of norms.
+    Not a DTensor, unlike FSDP2's norms, so that norms over several meshes and of plain tensors can be combined. All
+    results computed from it are plain, except norms of norms.
     """
 
     def full_tensor(self) -> torch.Tensor:
@@ -36,5 +36,5 @@ class WholeNorm(torch.Tensor):
             return result.as_subclass(cls) if func in _STAYS else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # So that files with norms are read without this package.
+        # So that files with norms can be read without this package.
         return self.full_tensor().__reduce_ex__(protocol)

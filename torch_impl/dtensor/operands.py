@@ -1,12 +1,12 @@
-"""What the operands of one element-wise computation are on this rank.
+"""The local values of the operands of an element-wise computation.
 
-Tensors cut alike stand for their local rows. With a cut tensor, replicated ones and those with a last dimension of
-one are broadcast as between whole tensors::
+Tensors that are cut alike are used by their local rows. Next to a cut tensor, replicated tensors and tensors whose last
+dimension has size one are broadcast as in a computation on whole tensors::
 
     (4, 3, 5) cut, rows [2, 9)    local (7, 5)
     (4, 3, 1) cut alike           local (7, 1)
     (4, 1, 1) replicated          its values for rows [2, 9): (7, 1)
-    ()                            as it is
+    ()                            unchanged
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch_impl.dtensor.tensor import wrap_like, wrap_rows
 
 
 class Placing(NamedTuple):
-    """How the result of an element-wise computation is placed: like ``origin``, if any, but of this shape."""
+    """The placement of the result of an element-wise computation: like ``origin``, if any, but with this shape."""
 
     origin: Any
     shape: torch.Size
 
     def wrap(self, local: torch.Tensor) -> Any:
-        # Plain scalars alone took part.
+        # Only plain scalars took part.
         if self.origin is None:
             return local
         if self.shape == self.origin.shape:
@@ -39,12 +39,12 @@ class Placing(NamedTuple):
 
 
 def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
-    """The local values of ``operands``, and how the result is placed.
+    """The local values of ``operands``, and the placement of the result.
 
-    Raises RuntimeError for tensors that are cut otherwise, and for plain ones other than scalars: nothing says that
-    they are equal on all ranks.
+    Raises RuntimeError for tensors that are cut differently, and for plain tensors other than scalars, since they may
+    differ between ranks.
     """
-    # An optimizer's step asks for every parameter; row bounds are as long as there are ranks.
+    # An optimizer's step calls this for every parameter; row bounds are as long as the number of ranks.
     if all(_like_first(operands[0], operand) for operand in operands):
         return [local_of(operand) for operand in operands], Placing(operands[0], operands[0].shape)
     tensors = [
@@ -52,7 +52,7 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
     ]
     sharded = [operand for operand in tensors if isinstance(operand, DTensor)]
     if not sharded:
-        # Scalars only, or plain tensors among themselves: a DTensor among the scalars makes the result one.
+        # Only scalars, or only plain tensors: a DTensor among the scalars makes the result a DTensor.
         scalar = (
             None if tensors else next((operand for operand in operands if isinstance(operand, DTensor)), None)
         )
@@ -61,20 +61,20 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
     if len(sharded) == len(tensors) and all(_cut(operand) == _cut(first) for operand in sharded[1:]):
         return [local_of(operand) for operand in operands], Placing(first, first.shape)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    # A cut tensor, if there is one, says where the rows of all others are cut.
+    # A cut tensor, if there is one, determines how the rows of all others are cut.
     origin = next((operand for operand in sharded if _has_rows_of(operand, shape)), first)
     if any(not _fits(operand, origin, shape) for operand in tensors):
         descriptions = ", ".join(map(_describe, tensors))
         raise RuntimeError(
             f"{func}: expected tensors of one shape and placement, got {descriptions}; use full_tensor() of all, or "
-            "distribute_tensor() a plain one like the sharded one"
+            "distribute_tensor() to place a plain tensor like the sharded one"
         )
     return [_rows_for(operand, origin, shape) for operand in operands], Placing(origin, shape)
 
 
 def _like_first(first: Any, other: Any) -> bool:
-    """Whether two DTensors share their placement as objects: the usual case, seen without comparing anything long."""
-    # A replicated scalar may come with tensors that are cut: the long way decides.
+    """Whether two DTensors share their placement as an object: the usual case, found without a long comparison."""
+    # A replicated scalar may be combined with tensors that are cut: this needs the long comparison.
     if not isinstance(first, DTensor) or first.ndim == 0:
         return False
     if not isinstance(other, DTensor):
@@ -109,7 +109,7 @@ def _has_rows_of(tensor: DTensor, shape: torch.Size) -> bool:
 def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
     if not isinstance(tensor, DTensor) or tensor.device_mesh != origin.device_mesh:
         return False
-    # Broadcasting would need to know which part of a dimension, or of a sum, this rank has.
+    # Broadcasting would need to know this rank's part of a dimension, or of a sum.
     if any(
         isinstance(placement, Shard | FusedShard | Partial)
         for placement in (*tensor.placements, *origin.placements)
@@ -120,10 +120,10 @@ def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
 
 
 def _rows_for(value: Any, origin: DTensor, shape: torch.Size) -> Any:
-    """The local values of an operand that go with the local rows of ``origin``."""
+    """The local values of an operand that correspond to the local rows of ``origin``."""
     local = local_of(value)
     cut = row_axes(origin.placements) and isinstance(value, DTensor) and not _is_scalar(value)
-    # Fits already: nothing is cut, or the operand is cut as the origin is.
+    # It fits already: nothing is cut, or the operand is cut like the origin.
     if not cut or row_axes(value.placements):
         return local
     r0, r1 = row_range_of(origin)

@@ -1,7 +1,7 @@
-"""Lets ``RowDTensor`` answer operators itself where torch does not ask it.
+"""Lets ``RowDTensor`` handle operators itself where torch would not call it.
 
-Up to torch 2.11 operators on every subclass of DTensor go to DTensor's own dispatch in C++, past the subclass's
-``__torch_dispatch__``. A rule registered for operator and class comes before that dispatch.
+Up to torch 2.11, DTensor's own dispatch in C++ handles operators on every subclass of DTensor and bypasses the
+subclass's ``__torch_dispatch__``. A rule registered for an operator and a class precedes that dispatch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-# Rules live as long as the object that they were registered with.
+# Rules live as long as the object with which they were registered.
 _RULES = torch.library.Library("aten", "FRAGMENT")
 
 

@@ -1,15 +1,15 @@
-"""Operators on ``RowDTensor``: those that are right on any cut of rows; everything else raises.
+"""Operators on ``RowDTensor`` that are correct for any cut of rows; all other operators raise.
 
 Element-wise operators act on the local rows when all their DTensors are cut alike; the other operands must be scalars.
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
-Reductions are in ``reductions``, random values in ``random``, views in ``views``, what one rank alone computes in
+Reductions are in ``reductions``, random values in ``random``, views in ``views``, and computations of a single rank in
 ``matrices``.
 
-Tensors with remainders (``remainders``) are bfloat16 to operators that read them; those that change one work on its
-float32 values, and take such operands in float32, too.
+Operators that read tensors with remainders (``remainders``) see bfloat16. Operators that change such a tensor work on
+its float32 values, and also take other operands with remainders in float32.
 
-Operators run below autograd here, where torch does not count in-place changes of the local tensors. Fused optimizers do
-not count theirs anywhere. Compute weights are refreshed by that count, so every write is counted explicitly.
+Operators run below autograd here, where torch does not count in-place changes of the local tensors. Fused optimizers
+never count theirs. This count decides whether compute weights are refreshed, so every write is counted explicitly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch_impl.dtensor.views import VIEWS, row_view
 _aten = torch.ops.aten
 
 _SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
-# Element-wise, though torch does not tag them so.
+# Element-wise, but torch does not tag them so.
 _LIKE = {
     _aten.clone.default,
     _aten._to_copy.default,
@@ -54,7 +54,7 @@ _LIKE = {
     _aten.floor_divide_.Tensor,
     _aten.hardswish.default,
 }
-# The same on the terms of a sum as on the sum.
+# These commute with the sum, so they are correct on its terms.
 _RIGHT_ON_PARTIAL = {
     _aten.zero_.default,
     _aten._foreach_zero_.default,
@@ -62,19 +62,19 @@ _RIGHT_ON_PARTIAL = {
     _aten.clone.default,
 }
 _NEW = {_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default}
-# Adafactor estimates second moments by the product of a column and a row.
+# Adafactor computes second moments as the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
-# How programs run into a refusal that compute with a sharded weight.
+# Programs that compute with a sharded weight are refused at one of these operators.
 _MULTIPLIES = {*MATRIX_OPERATORS, *_PRODUCTS, _aten.embedding.default}
 _MULTIPLIED = (
-    "; modules have whole weights when they are called, not by their forward(), and after unshard(); for "
+    "; modules have whole weights when the module itself is called (not its forward()), and after unshard(); for "
     "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
 )
 
 _RESHAPED = (
-    "; a shard ends inside of what this view makes a row: view(-1), rows of a stack, and with fully_shard(granularity="
-    "'tensor') all views keep rows whole"
+    "; a shard ends inside a row of this view: use view(-1), keep the rows of a stack, or use fully_shard(granularity="
+    "'tensor'), with which shards never cut a row of a view"
 )
 
 _ASYNC = (
@@ -84,10 +84,10 @@ _ASYNC = (
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
+    """Implements ``RowDTensor.__torch_dispatch__``. Raises RuntimeError for operators that are not supported."""
     sharded = list(_dtensors((args, kwargs)))
     first = next(tensor for tensor in sharded if isinstance(tensor, RowDTensor))
-    # Before partial tensors are refused: these are right on them too.
+    # Before partial tensors are refused, because these operators are correct on partial tensors too.
     if func in _SAME_TENSOR:
         return wrap_like(first, local_of(first))
     if any(remainder_of(tensor) is not None for tensor in _changed(func, args, kwargs)):
@@ -96,7 +96,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(
             f"{func}: the gradient was accumulated without reducing it over the ranks (no_sync, "
             "set_is_last_backward(False) or set_requires_gradient_sync(False)); run the last backward of the step "
-            "without them before reading the gradient"
+            "without these settings before reading the gradient"
         )
     if func in REDUCTIONS:
         return REDUCTIONS[func](func, *args, **kwargs)
@@ -106,7 +106,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_staged(first, args[1])
     if func in _NEW and (made := _new_of(func, *args, **kwargs)) is not NotImplemented:
         return made
-    # ``tensor[mask] = value`` is element-wise; positions would have to be found among the local rows.
+    # ``tensor[mask] = value`` is element-wise, but indices would have to be translated to local rows.
     if func is _aten.index_put_.default and len(args) == 3 and _is_mask(args[1]):
         return args[0].masked_fill_(args[1][0], args[2])
     if func in RANDOM and isinstance(args[0], RowDTensor):
@@ -124,27 +124,27 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return matrix
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
-    # DTensor itself is right where no rows are cut.
+    # DTensor itself is correct if no rows are cut.
     if all(
         row_placement(tensor.placements) is None and not is_fused(tensor.placements) for tensor in sharded
     ):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
-        f"{func} is not supported on {described(first)}, placed as {first.placements}: only element-wise operators, "
-        "reductions and views that leave its rows whole are; use full_tensor() for the whole tensor or to_local() for "
-        "this rank's rows, and set all by copy_() of a whole tensor or before sharding"
+        f"{func} is not supported on {described(first)}, placed as {first.placements}: expected an element-wise "
+        "operator, a reduction, or a view that keeps rows whole; use full_tensor() for the whole tensor or to_local() "
+        "for this rank's rows; to set all values, copy_() a whole tensor, or set them before sharding"
         + (_MULTIPLIED if func in _MULTIPLIES else _RESHAPED if func in VIEWS else "")
     )
 
 
 def _check_staged(tensor: Any, size: Sequence[int]) -> None:
-    """RuntimeError for tensors that ``dcp.async_save`` would copy wrongly; it begins by making an empty one.
+    """RuntimeError for tensors that ``dcp.async_save`` would copy wrongly. ``async_save`` begins with an empty tensor.
 
-    It then copies what is attached to a tensor and to its local tensor.
+    It then copies the attributes of a tensor and of its local tensor.
     """
     if remainder_of(tensor) is not None:
         raise RuntimeError(_ASYNC.format(which=" cannot copy the remainders of bfloat16 weights"))
-    # Up to torch 2.11 it makes one of no dimensions, which the copy remains.
+    # Up to torch 2.11 the empty tensor has no dimensions, and the copy keeps this shape.
     if tensor.ndim and not size:
         raise RuntimeError(_ASYNC.format(which=" of this torch cannot copy sharded tensors"))
 
@@ -162,7 +162,7 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
 
 
 def _any_partial(tensors: Iterable[DTensor]) -> bool:
-    # Gradients and moments share the placements of their parameter as objects, so few are looked at.
+    # Gradients and moments share the placements object of their parameter, so few objects are checked.
     placed = {id(tensor.placements): tensor for tensor in tensors}
     return any(is_partial(tensor) for tensor in placed.values())
 
@@ -177,10 +177,10 @@ def _is_elementwise(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     name = func._schema.name
-    # A result that is no tensor, such as one bool for all elements, would speak of this rank's rows only.
+    # A result that is not a tensor, such as one bool for all elements, would describe this rank's rows only.
     if any(str(returned.type) not in ("Tensor", "List[Tensor]") for returned in func._schema.returns):
         return False
-    # Torch does not tag some operators that write, such as abs_, as it does those that return what these write.
+    # Torch does not tag some in-place operators, such as abs_, but tags their functional counterparts.
     base, _, overload = func.name().removeprefix("aten::").partition(".")
     plain = getattr(_aten, base.removesuffix("_"), None) if base.endswith("_") else None
     forms = [func, getattr(plain, overload or "default", None)]
@@ -196,7 +196,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for value in values
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
     ]
-    # A foreach operator: the k-th items of its lists belong together, and may be cut otherwise than the others.
+    # A foreach operator: the k-th items of its lists belong together, and may be cut differently from other items.
     if lists:
         aligned = [align(func, operands) for operands in zip(*lists, strict=True)]
         columns = [list(column) for column in zip(*(locals_ for locals_, _ in aligned), strict=True)]
@@ -210,7 +210,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
     written = _written_arguments(func)
     _count_writes(written, args, kwargs)
-    # An operator that writes returns its operand itself, which the program holds, not another DTensor over its rows.
+    # An in-place operator returns its operand itself, which the program holds, not another DTensor over its rows.
     if written:
         return kwargs.get("out", args[0]) if func._schema.returns else None
     if isinstance(result, torch.Tensor):
@@ -223,7 +223,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator changes."""
+    """Position and name of the arguments that an operator changes."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -252,7 +252,7 @@ def _on_main_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     result = dispatch(func, pytree.tree_map(lifted, args), pytree.tree_map(lifted, kwargs))
     for target in changed:
         set_main_values(target, local_of(copies[id(target)]))
-    # An operator that writes returns its operand itself, which the program holds.
+    # An in-place operator returns its operand itself, which the program holds.
     return next((target for target in changed if result is copies[id(target)]), result)
 
 
@@ -273,21 +273,21 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
 
 
 def _check_rows(target: Any, source: Any) -> None:
-    """RuntimeError for other rows of a tensor that is cut alike, such as those in another rank's file."""
+    """RuntimeError for a tensor that is cut alike but has other rows, for example from another rank's file."""
     if not (isinstance(target, RowDTensor) and isinstance(source, RowDTensor)):
         return
     own, source_shape = tuple(local_of(target).shape), tuple(local_of(source).shape)
     if own != source_shape and (source.placements, source.shape) == (target.placements, target.shape):
         raise RuntimeError(
-            f"copy_ to {described(target)}: expected this rank's rows, of local shape {own}, got those of another "
-            f"rank, of local shape {source_shape}; each rank loads what it saved itself"
+            f"copy_ to {described(target)}: expected this rank's rows, of local shape {own}, got the rows of another "
+            f"rank, of local shape {source_shape}; each rank must load the file that it saved itself"
         )
 
 
 def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand an operator on tensors whose rows are not cut to DTensor itself, which may change shapes and placements."""
 
-    # A subclass would be asked again, without end.
+    # A subclass would be dispatched here again, endlessly.
     def plain_dtensor(value: Any) -> Any:
         if not isinstance(value, RowDTensor):
             return value
@@ -304,22 +304,22 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _new_of(func: Any, tensor: Any, size: Sequence[int], *values: Any, **options: Any) -> Any:
-    """``new_zeros`` and its kind: cut like ``tensor`` if it has as many rows in the same dimensions, else replicated.
+    """``new_zeros`` and similar operators: cut like ``tensor`` if the leading dimensions are equal, else replicated.
 
-    NotImplemented for another shape than that of a tensor-parallel ``tensor``.
+    NotImplemented for a tensor-parallel ``tensor`` and another shape.
     """
     size, local, bounds = tuple(size), local_of(tensor), row_bounds_of(tensor)
     if size == tuple(tensor.shape):
         return wrap_like(tensor, func(local, local.shape, *values, **options))
-    # How tensor-parallel axes cut another shape is for DTensor to say.
+    # Only DTensor can decide how tensor-parallel axes cut another shape.
     if is_tensor_parallel(tensor.placements):
         return NotImplemented
-    # Optimizers make statistics of rows this way, which must be cut as the rows are.
+    # Optimizers make row statistics this way, which must be cut like the rows.
     if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
         return wrap_rows(tensor, func(local, size, *values, **options), size, None)
     return wrap_rows(tensor, func(local, (local.shape[0], size[-1]), *values, **options), size, bounds)
 
 
 def _outer_product(left: Any, right: Any) -> Any:
-    """``left @ right`` of (..., R, 1) and (..., 1, C): rows of their own. NotImplemented for other products."""
+    """``left @ right`` of (..., R, 1) and (..., 1, C), computed row by row. NotImplemented for other products."""
     return left * right if left.shape[-1] == 1 else NotImplemented

@@ -6,15 +6,15 @@ innermost ``axes`` data-parallel axes. On coordinates (m, n, t) of a mesh (M, N,
     outer m       inner n      tensor t
     Replicate     RowShard     Shard(0)     shard n of N
     RowShard      RowShard     Shard(0)     shard n * M + m of N * M, so that an all-gather over m yields shard n of N
-    Partial       RowShard     Shard(0)     its part of a sum, of shard n of N
-    Partial       Partial      Shard(0)     its part of a sum, not cut
+    Partial       RowShard     Shard(0)     its term of a sum, of shard n of N
+    Partial       Partial      Shard(0)     its term of a sum, not cut
 
-Tensor-parallel axes cut first, as torch does: row bounds count the rows of what they leave to this rank. A dimension
-that holds several tensors one after the other, such as gate and up projections, is cut by ``FusedShard``: of rows
-``|g0 g1 g2 g3|u0 u1 u2 u3|`` the first of two ranks has ``g0 g1 u0 u1``.
+Tensor-parallel axes cut first, as in torch: row bounds count the rows that tensor-parallel axes leave to this rank. A
+dimension that holds several tensors one after the other, such as gate and up projections, is cut by ``FusedShard``: of
+rows ``|g0 g1 g2 g3|u0 u1 u2 u3|`` the first of two ranks has ``g0 g1 u0 u1``.
 
-The whole tensor takes one all-gather over each axis that cuts rows, outer axis first. Of padded shards 0 to 3 on a mesh
-(2, 2), where shard n * 2 + m lies on (m, n)::
+To make the whole tensor, one all-gather runs over each axis that cuts rows, outer axis first. For padded shards 0 to 3
+on a mesh (2, 2), where coordinate (m, n) holds shard n * 2 + m::
 
     outer axis    (0, 0) has |0|    (1, 0) has |1|    both get |0 1|;  (0, 1) and (1, 1) get |2 3|
     inner axis    (0, 0) has |0 1|  (0, 1) has |2 3|  both get |0 1 2 3|
@@ -36,20 +36,20 @@ from torch_impl.comm import collectives
 from torch_impl.comm.mesh import check_order, coordinate_of, shard_index
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Parts ``[start, stop)`` of a dimension, in the order in which a local tensor has them."""
+"""Parts ``[start, stop)`` of a dimension, in the order of the local tensor."""
 
 
 class FusedShard(Placement):
-    """Dimension ``dim`` holds tensors of the relative ``sizes``, each of which is cut in equal parts over the axis.
+    """Dimension ``dim`` consists of tensors of the relative ``sizes``, each cut into equal parts over the axis.
 
-    Not a ``Shard``: torch would take the local tensor for one range of the dimension.
+    Not a ``Shard``: torch would assume that the local tensor is one range of the dimension.
     """
 
     dim: int
     sizes: tuple[int, ...]
 
     def __init__(self, dim: int, sizes: Sequence[int]) -> None:
-        """Raises ValueError for less than two sizes, or sizes below 1."""
+        """Raises ValueError for fewer than two sizes, or sizes below 1."""
         super().__init__()
         self.dim, self.sizes = dim, tuple(sizes)
         if len(self.sizes) < 2 or min(self.sizes) < 1:
@@ -68,16 +68,16 @@ class FusedShard(Placement):
         return FusedShard, (self.dim, self.sizes)
 
     def ranges(self, length: int, ranks: int, rank: int) -> Ranges:
-        """What ``rank`` of the axis has of a dimension of ``length``."""
+        """The part of a dimension of ``length`` that ``rank`` of the axis holds."""
         return tuple(local_ranges(length, Cut("", self.dim, self.sizes), ranks, rank))
 
 
 class RowShard(Placement):
     """Shard ``k`` of the data-parallel axes holds rows ``[bounds[k], bounds[k + 1])``; ranges may be empty and unequal.
 
-    One and the same object stands on each of the ``axes`` mesh axes over which rows are cut.
+    Each of the ``axes`` mesh axes over which rows are cut has the same placement object.
 
-    ``shape`` is that of the whole tensor, None where it is not known. Placements that differ in nothing else are equal.
+    ``shape`` is the shape of the whole tensor, or None if unknown. Equality ignores ``shape``.
     """
 
     bounds: tuple[int, ...]
@@ -88,7 +88,7 @@ class RowShard(Placement):
         """Raises ValueError unless the bounds ascend from 0 and ``axes`` is 1 or 2."""
         super().__init__()
         self.bounds, self.axes = tuple(bounds), axes
-        # Rows of a stack lie in a matrix, whose shape does not tell that of the stack.
+        # Rows of a stack form a matrix, whose shape does not determine the shape of the stack.
         self.shape = None if shape is None else tuple(shape)
         descends = any(a > b for a, b in itertools.pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] != 0 or descends:
@@ -98,11 +98,11 @@ class RowShard(Placement):
 
     @property
     def dim(self) -> int:
-        """RuntimeError: programs that ask for it, as transformers' loader does, cut a dimension in equal parts."""
+        """RuntimeError: programs that read it, such as transformers' loader, cut a dimension into equal parts."""
         raise RuntimeError(
-            f"{self!r}: expected code that takes a sharded tensor's rows from to_local() and full_tensor(), got one "
-            "that asks for the dimension to cut in equal parts, of which each rank would get rows of others: load with "
-            "from_pretrained() without distributed_config, and call fully_shard() on the model that returns"
+            f"{self!r}: expected code that takes a sharded tensor's rows from to_local() and full_tensor(), got code "
+            "that asks for a dimension to cut into equal parts, which would give ranks the rows of other ranks: load "
+            "with from_pretrained() without distributed_config, and call fully_shard() on the returned model"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -161,7 +161,7 @@ def tensor_parallel_sizes(
 def tensor_parallel_part(
     whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """What the tensor-parallel axes leave to this rank of ``whole``: a view, but of fused tensors a copy."""
+    """The part of ``whole`` that the tensor-parallel axes leave to this rank: a view, or a copy for fused tensors."""
     for dim, held in enumerate(tensor_parallel_ranges(whole.shape, mesh, placements)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in held]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -169,7 +169,7 @@ def tensor_parallel_part(
 
 
 def chunk_lengths(length: int, chunks: int) -> list[int]:
-    """How ``Shard`` cuts a dimension: equal parts, rounded up, as long as there is something left."""
+    """The lengths into which ``Shard`` cuts a dimension: equal, rounded up, until nothing is left."""
     part = -(-length // chunks)
     return [min(part, max(0, length - k * part)) for k in range(chunks)]
 
@@ -180,7 +180,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
     for axis, placement in enumerate(placements):
         if placement.is_replicate() or placement.is_partial() or isinstance(placement, RowShard):
             continue
-        # Subclasses of Shard cut otherwise than in equal parts.
+        # Subclasses of Shard do not cut into equal parts.
         known = type(placement) is Shard or isinstance(placement, FusedShard)
         if not known or not 0 <= placement.dim < len(shape):  # type: ignore[attr-defined]  # both have one
             raise ValueError(
@@ -192,8 +192,8 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
             _check_fused(shape[placement.dim], mesh.size(axis), placement)
     if any(isinstance(other, FusedShard) and cut.count(other.dim) > 1 for other in placements):
         raise ValueError(
-            f"tensor_parallel placements of a tensor of shape {tuple(shape)}: expected one axis that cuts a dimension "
-            f"of fused tensors, got {tuple(placements)}"
+            f"tensor_parallel placements of a tensor of shape {tuple(shape)}: expected a dimension of fused tensors to "
+            f"be cut by one axis, got {tuple(placements)}"
         )
     # Every tensor is checked, since gathers would put rows in the wrong place without an error.
     check_order(mesh)
@@ -247,7 +247,7 @@ def is_tensor_parallel(placements: Sequence[Placement]) -> bool:
 
 
 def is_fused(placements: Sequence[Placement]) -> bool:
-    """Whether a dimension is cut so that torch would misunderstand the local tensor."""
+    """Whether a dimension is cut in a way that torch would misinterpret."""
     return any(isinstance(placement, FusedShard) for placement in placements)
 
 
@@ -257,16 +257,16 @@ def replicated(placements: Sequence[Placement]) -> bool:
 
 
 def cut_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Mesh axes whose ranks hold different elements: those that a reduction of the tensor has to combine."""
+    """Mesh axes whose ranks hold different elements, so a reduction of the tensor must combine them."""
     return tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def gather(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """A tensor of global ``shape`` in memory of its own, equal on all ranks, from the ranks' ``local`` parts."""
+    """A tensor of global ``shape`` in new memory, equal on all ranks, from the ranks' ``local`` parts."""
     if local.is_floating_point() and local.itemsize == 1:
-        # gloo knows no float8.
+        # gloo does not support float8.
         return gather(local.view(torch.uint8), shape, mesh, placements).view(local.dtype)
     return _gather_tensor_parallel(_gather_rows(local, shape, mesh, placements), shape, mesh, placements)
 
@@ -274,17 +274,17 @@ def gather(
 def _gather_rows(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """All rows of what the tensor-parallel axes leave to this rank."""
+    """All rows that the tensor-parallel axes leave to this rank."""
     rows = row_placement(placements)
     if rows is None:
         return local.clone()
     sizes = tensor_parallel_sizes(shape, mesh, placements)
     row_size, _ = rows_of(sizes)
     lengths = [(r1 - r0) * row_size for r0, r1 in itertools.pairwise(rows.bounds)]
-    # All ranks know all bounds, so all leave a gather of nothing out.
+    # All ranks know all bounds, so all of them skip an empty gather.
     if not any(lengths):
         return local.new_empty(sizes)
-    # Shards are unequal, and gloo gathers only equal ones: each is padded to the longest.
+    # Shards are unequal, and gloo gathers only equal shards, so each is padded to the longest.
     gathered = local.new_zeros(max(lengths))
     gathered[: local.numel()] = local.reshape(-1)
     for axis in row_axes(placements):
@@ -303,12 +303,12 @@ def _gather_tensor_parallel(
             continue
         dim, ranks = placement.dim, mesh.size(axis)
         whole = tensor_parallel_sizes(shape, mesh, placements[:axis])[dim]
-        # Of each of the tensors that the dimension holds, the lengths of the ranks' parts.
+        # For each tensor that the dimension holds, the lengths of the ranks' parts.
         if isinstance(placement, FusedShard):
             lengths = [[b - a for a, b in placement.ranges(whole, ranks, rank)] for rank in range(ranks)]
         else:
             lengths = [[length] for length in chunk_lengths(whole, ranks)]
-        # The cut dimension comes first, so that each rank's part is one contiguous piece of what is gathered.
+        # The cut dimension comes first, so that each rank's part is contiguous in the gathered tensor.
         padded = part.new_zeros(max(map(sum, lengths)), *part.shape[:dim], *part.shape[dim + 1 :])
         padded[: part.shape[dim]] = part.movedim(dim, 0)
         gathered = padded.new_empty(ranks, *padded.shape)

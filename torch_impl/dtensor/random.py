@@ -1,11 +1,11 @@
-"""Random values for a ``RowDTensor``: bit for bit the rows of what a single process would draw.
+"""Random values for a ``RowDTensor``: bit for bit the rows of the tensor that a single process would draw.
 
-How a generator fills a tensor depends on the whole tensor, so every rank draws all of it and keeps its own part; one
-tensor at a time is whole for that. All draw from the generator state of the mesh's first rank:
+How a generator fills a tensor depends on the whole tensor, so every rank draws the whole tensor and keeps its own part.
+Only one tensor at a time is whole. All ranks draw from the generator state of the mesh's first rank:
 
 * the first rank's generator advances as in a single process
-* so does that of a rank in the same state, as ranks are that were seeded alike
-* a rank that was seeded otherwise, for dropout say, keeps its generator as it was
+* so does the generator of every rank in the same state, for example ranks with the same seed
+* a rank with another seed, for dropout for example, keeps its generator unchanged
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def fill_randomly(func: Any, tensor: Any, *args: Any, generator: torch.Generator
     # A single process would draw nothing either.
     if not tensor.numel():
         return
-    # Values do not exist yet, so no rank needs another's generator and nothing is communicated.
+    # There are no values yet, so no rank needs another rank's generator and nothing is communicated.
     if local.is_meta:
         func(local, *args, generator=generator)
         return
     own_state = _state_of(generator, local.device)
     state = _of_first_rank(own_state, tensor)
-    # A generator of its own, so that this rank's stays as it was.
+    # A temporary generator, so that this rank's generator keeps its state.
     if not torch.equal(state, own_state):
         generator = torch.Generator(local.device)
         generator.set_state(state)
@@ -68,7 +68,7 @@ def _of_first_rank(state: torch.Tensor, tensor: Any) -> torch.Tensor:
     mesh = tensor.device_mesh
     shared = state.to(local_of(tensor).device, copy=True)
     for axis, at in enumerate(coordinate_of(mesh)):
-        # A sum over the axis of one state and zeros: a broadcast by the collectives that there are.
+        # The sum over the axis of one state and zeros: a broadcast with the available collectives.
         if at > 0:
             shared.zero_()
         collectives.all_reduce(shared, mesh.get_group(axis))

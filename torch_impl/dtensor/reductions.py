@@ -1,18 +1,18 @@
-"""Reductions of a ``RowDTensor``: right on any cut of rows.
+"""Reductions of a ``RowDTensor``, correct for any cut of rows.
 
 Reductions of the whole tensor (norms, sum, mean, extrema, any, all, equal) combine the results of the ranks that hold
 different elements, so that replicas count once. Their result is a plain tensor that is equal on all ranks. All ranks
-must reach them, as every collective.
+must call them, like every collective.
 
-Norms, sums and means along one of the last two dimensions return a ``RowDTensor``. Along the last dimension each rank
-has whole rows. Along the one before it, each rank adds up its rows slice by slice, and the ranks' sums are added::
+Norms, sums and means along one of the last two dimensions return a ``RowDTensor``. Along the last dimension, each rank
+has whole rows. Along the second-to-last, each rank adds its rows slice by slice, and the ranks' sums are added::
 
     (2, 3, 5) cut, rows [2, 6)      norm, dim=-1: (2, 3, 1), cut alike      norm, dim=-2: (2, 1, 5), replicated
     slice 0  . . #                            . . #                                   #
     slice 1  # # #                            # # #                                   #
 
-Without ``keepdim`` the result loses that dimension. Sums of a stack along its last dimension cannot be cut then: their
-rows would be cut inside. They are replicated, as are reductions over several dimensions, see ``dim_reductions``.
+Without ``keepdim`` the result loses that dimension. Then sums of a stack along its last dimension are replicated, since
+a shard could end inside a row of the result, and so are reductions over several dimensions, see ``dim_reductions``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Cut: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 
 
 def _cut_over(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and the axes of it whose ranks hold different elements of the tensor; None if all hold all."""
+    """The mesh, and its axes whose ranks hold different elements of the tensor; None if all ranks hold all elements."""
     axes = cut_axes(tensor.placements) if isinstance(tensor, DTensor) else ()
     return (tensor.device_mesh, axes) if axes else None
 
@@ -53,7 +53,7 @@ def _combine(values: torch.Tensor, cut: _Cut, op: dist.ReduceOp.RedOpType = dist
 
 
 def _max_over_ranks(values: torch.Tensor, cut: _Cut) -> torch.Tensor:
-    """Largest of the ranks' values, NaN where any rank's is: backends differ in what their MAX does with NaN."""
+    """The largest of the ranks' values, NaN if any rank's is: backends differ in how their MAX treats NaN."""
     nan = values.isnan()
     both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
     _combine(both, cut, dist.ReduceOp.MAX)
@@ -66,25 +66,25 @@ def norms(
     """Norms of whole tensors of any kind, with one all-reduce for all that are cut over the same mesh axes. Collective.
 
     Args:
-        func: what errors name.
-        dtype: in which a rank sums and of the results; None for that of each tensor.
+        func: the name in errors.
+        dtype: the dtype of a rank's sums and of the results; None for each tensor's dtype.
 
-    Raises RuntimeError for an order below or equal to 0 where a tensor is sharded.
+    Raises RuntimeError for an order of 0 or below if a tensor is sharded.
     """
     cuts = [_cut_over(tensor) for tensor in tensors]
     local_norms = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         local = local_of(tensor)
-        # A rank without elements contributes a zero; of a tensor without any, torch says what its norm is.
+        # A rank without elements contributes a zero; torch defines the norm of a tensor that has no elements at all.
         if not local.numel() and tensor.numel():
             local = local.new_zeros(1)
         local_norms.append(
             torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype)
         )
-    # In order of appearance, as on all ranks: a set would order the collectives by hash.
+    # In order of appearance, equal on all ranks: a set would order the collectives by hash.
     for cut in dict.fromkeys(cut for cut in cuts if cut):
         where = [i for i, other in enumerate(cuts) if other == cut]
-        # Powers and roots in float64 leave one rounding, that of the result.
+        # Powers and roots in float64, so only the result is rounded.
         values = torch.stack([local_norms[i].double() for i in where])
         if order == float("inf"):
             values = _max_over_ranks(values, cut)
@@ -100,7 +100,7 @@ def norms(
 
 
 def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    """``dtype`` for a rank's part of a result, float32 for half precision: what is combined must not be rounded."""
+    """The dtype of a rank's part of a result: float32 for half precision, since parts must not be rounded."""
     return torch.float32 if (dtype or local.dtype) in _HALF else dtype
 
 
@@ -110,7 +110,7 @@ def _can_reduce(tensor: Any, dim: Any, keepdim: bool) -> bool:
     if len(dims) != 1 or tensor.ndim == 0 or is_tensor_parallel(tensor.placements):
         return False
     at = dims[0] % tensor.ndim
-    # Stays as one of length 1, or leaves rows that no shard cuts whatever the bounds are.
+    # The dimension remains with length 1, or the result's rows are never cut, whatever the bounds are.
     return bool(at >= tensor.ndim - 2 and (keepdim or tensor.ndim <= 2 or at == tensor.ndim - 2))
 
 
@@ -154,10 +154,10 @@ def _along(
         # A replica is whole and keeps the tensor's own shape.
         sums = partial(local, dim)
     elif dim == tensor.ndim - 1:
-        # Cut rows lie in a matrix, whatever the tensor's shape: the last dimension is its second.
+        # Cut rows form a matrix, whatever the tensor's shape: the last dimension is the matrix's second.
         sums = partial(local, 1)
     elif tensor.shape[dim] == 1:
-        # Each row is a slice of its own, so the result is cut as the tensor is and nothing is communicated.
+        # Each row is a separate slice, so the result is cut like the tensor and nothing is communicated.
         sums = partial(local.unsqueeze(1), 1).squeeze(1)
     else:
         sums, bounds = _sums_of_slices(tensor, partial).view(shape), None
@@ -168,7 +168,7 @@ def _sums_of_slices(tensor: Any, partial: Callable[[torch.Tensor, int], torch.Te
     length, columns = tensor.shape[-2:]
     local, (r0, _) = local_of(tensor), row_range_of(tensor)
     sums = local.new_zeros(math.prod(tensor.shape[:-2]), columns, dtype=torch.float64)
-    # A slice may lie on several ranks, so every rank fills in what it has and the sums of all are added.
+    # A slice may be spread over several ranks, so every rank fills in its own rows and the ranks' sums are added.
     for first, last, rows in _by_slice(local, r0, length):
         sums[first:last] += partial(rows, 1).squeeze(1)
     for axis in row_axes(tensor.placements):
@@ -177,14 +177,14 @@ def _sums_of_slices(tensor: Any, partial: Callable[[torch.Tensor, int], torch.Te
 
 
 def _by_slice(local: torch.Tensor, start: int, length: int) -> Sequence[tuple[int, int, torch.Tensor]]:
-    """Local rows, the first of which is row ``start``, as ``(first slice, end slice, values (slices, rows, columns))``.
+    """Local rows, beginning with row ``start``, as ``(first slice, end slice, values (slices, rows, columns))``.
 
     At most three parts: the rest of a slice, whole slices, the beginning of a slice.
     """
     parts, at, end = [], 0, local.shape[0]
     while at < end:
         here, inside = divmod(start + at, length)
-        # Whole slices together: a weight of many experts has many, and each part takes a call.
+        # Whole slices together: a weight of many experts has many, and each part takes one call.
         whole = (end - at) // length if inside == 0 else 0
         rows = whole * length if whole else min(length - inside, end - at)
         part = local[at : at + rows].unflatten(0, (max(whole, 1), -1))
@@ -196,7 +196,7 @@ def _by_slice(local: torch.Tensor, start: int, length: int) -> Sequence[tuple[in
 def _vector_norm(
     func: Any, tensor: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
-    # Powers of parts add up to that of the whole for positive, finite orders only.
+    # Powers of parts add up to the power of the whole only for positive, finite orders.
     if ord > 0 and ord != float("inf") and _can_reduce(tensor, dim, keepdim):
         return _norm_along(tensor, ord, dim[0], keepdim, dtype)
     if keepdim or not _reduces_all(tensor, dim):
@@ -207,7 +207,7 @@ def _vector_norm(
 def _foreach_norm(func: Any, tensors: list[Any], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     without_elements = [local_of(tensor) for tensor in tensors if not tensor.numel()]
     if without_elements:
-        # For torch's own error, which names the operator: some orders of tensors without elements are refused.
+        # For torch's own error, which names the operator: torch refuses some orders of tensors without elements.
         torch._foreach_norm(without_elements, ord)
     return [norm.as_subclass(WholeNorm) for norm in norms(func, tensors, ord, dtype)]
 
@@ -217,7 +217,7 @@ def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:
     value = local.sum(dtype=_summed_in(local, dtype))
     if cut:
         _combine(value, cut)
-    # A sum of integers stays one: division would make a float of it.
+    # A sum of integers remains an integer: division would convert it to float.
     value = value / count if count != 1 else value
     wanted = dtype or local.dtype
     return value.to(wanted) if wanted in _HALF else value
@@ -261,7 +261,7 @@ def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callab
             raise RuntimeError(f"{func}: expected a floating-point tensor, got {local.dtype}")
         if not tensor.numel():
             raise RuntimeError(f"{func}: expected a tensor with elements, got shape {tuple(tensor.shape)}")
-        # A rank without elements contributes what any element beats.
+        # A rank without elements contributes a value that any element beats.
         value = pick(local) if local.numel() else local.new_full((), -sign * float("inf"))
         return sign * _max_over_ranks(sign * value, cut) if cut else value
 
@@ -291,7 +291,7 @@ def _equal(func: Any, tensor: Any, other: Any) -> bool:
 
 
 def _unscale(func: Any, grads: list[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """What ``torch.amp.GradScaler`` does to gradients; all ranks learn of an infinity on any rank."""
+    """Unscale gradients for ``torch.amp.GradScaler``; all ranks learn of an infinity on any rank."""
     func([local_of(grad) for grad in grads], found_inf, inv_scale)
     for cut in dict.fromkeys(cut for cut in map(_cut_over, grads) if cut):
         _combine(found_inf, cut, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""What sharded tensors say of themselves in errors, and methods of plain tensors that they have not."""
+"""How errors describe sharded tensors, and methods of plain tensors that sharded tensors refuse."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _NAME = "_name_in_unit"
 
 
 def set_name(param: nn.Parameter, name: str) -> None:
-    """Give a sharded parameter the name by which errors speak of it."""
+    """Give a sharded parameter its name for errors."""
     setattr(param, _NAME, name)
 
 
 def described(tensor: torch.Tensor, unnamed: str = "a tensor") -> str:
-    """ "parameter '0.weight' of shape (7, 8)"; what is computed from parameters has no name."""
+    """ "parameter '0.weight' of shape (7, 8)"; tensors computed from parameters have no name."""
     name = getattr(tensor, _NAME, None)
     return f"{unnamed if name is None else f'parameter {name!r}'} of shape {tuple(tensor.shape)}"
 
 
 class NoPlainTensor:
-    """Mixed into the class of sharded tensors: torch answers these by its own words, or ends the process."""
+    """Mixed into the class of sharded tensors: torch's own errors here are unclear, or torch ends the process."""
 
     def tolist(self) -> NoReturn:
         """RuntimeError."""
@@ -42,6 +42,6 @@ class NoPlainTensor:
     def _refuse(self, method: str) -> NoReturn:
         assert isinstance(self, torch.Tensor)
         raise RuntimeError(
-            f"{method}() of {described(self)}, of which each rank holds some rows: use full_tensor().{method}() for "
+            f"{method}() of {described(self)}, which is sharded over the ranks: use full_tensor().{method}() for "
             f"the whole, on all ranks, or to_local().{method}() for this rank's rows"
         )

@@ -1,15 +1,15 @@
-"""Float32 weights that are stored as bfloat16 weights and int16 remainders, and come back bit for bit.
+"""Float32 weights that are stored as bfloat16 weights and int16 remainders, and restored bit for bit.
 
     float32, as an integer   |upper 16 bits|lower 16 bits|   =   bfloat16 * 2^16 + remainder
     remainder                the lower 16 bits, as a number from -2^15 to 2^15 - 1
     bfloat16                 the upper 16 bits, plus one where the remainder is negative
 
-So the bfloat16 weight is the float32 weight rounded to nearest, and ties go away from zero. With ties to even, as in
-casts, no 16 bits would do: 65,537 numbers round to each even bfloat16 number. A NaN comes back as a NaN.
+So the bfloat16 weight is the float32 weight rounded to nearest, with ties away from zero. With ties to even, as in
+casts, 16 bits would not suffice: 65,537 numbers round to each even bfloat16 number. A NaN is restored as a NaN.
 
 The remainder belongs to the local tensor of a ``RowDTensor`` and to its views by rows. Operators that write to such a
-tensor write to the float32 weights (``ops``). Whoever writes to the bfloat16 weights themselves, by ``to_local()``,
-sets these: torch's version counter tells, and the remainders of the whole parameter become zero.
+tensor write to the float32 weights (``ops``). A write to the bfloat16 weights themselves, through ``to_local()``, sets
+the bfloat16 values: torch's version counter reveals it, and the remainders of the whole parameter become zero.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NAME = "twinshard_remainder"
 
 @dataclass(eq=False)
 class _Whole:
-    """What a parameter's remainder and its views share.
+    """State that a parameter's remainder and its views share.
 
-    version: the weight's counter after the last write that set the remainder too.
-    before_write: ends what is still writing to the weight.
+    version: the weight's counter after the last write that also set the remainder.
+    before_write: completes pending writes to the weight.
     """
 
     remainder: torch.Tensor
@@ -46,13 +46,13 @@ class Remainder:
     _whole: _Whole
 
     def settle(self, weight: torch.Tensor) -> None:
-        """Make the remainder zero if the weight was written to without it."""
+        """Set the remainder to zero if the weight was written to without it."""
         if weight._version != self._whole.version:
             self._whole.remainder.zero_()
             self._whole.version = weight._version
 
     def written(self, weight: torch.Tensor) -> None:
-        """The weight and its remainder belong together as they are now."""
+        """Record that the weight and its remainder now belong together."""
         self._whole.version = weight._version
 
     def before_write(self) -> None:
@@ -69,20 +69,20 @@ def attach(weight: torch.Tensor, values: torch.Tensor, before_write: Callable[[]
 
 
 def remainder_of(tensor: torch.Tensor) -> Remainder | None:
-    """The remainder of a tensor, or of a DTensor's local one."""
+    """The remainder of a tensor, or of a DTensor's local tensor."""
     remainder: Remainder | None = getattr(local_of(tensor), _NAME, None)
     return remainder
 
 
 def main_values(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's float32 weights of a tensor with a remainder, a copy."""
+    """A copy of this rank's float32 weights of a tensor with a remainder."""
     weight, remainder = local_of(tensor), _checked(tensor)
     remainder.settle(weight)
     return join(weight, remainder.values)
 
 
 def set_main_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Make ``values``, float32, this rank's weights of a tensor with a remainder."""
+    """Set this rank's weights of a tensor with a remainder to ``values`` (float32)."""
     weight = local_of(tensor)
     with written_with_remainders([weight]):
         split(values, weight, _checked(tensor).values)
@@ -92,7 +92,7 @@ def set_main_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 @contextmanager
 def written_with_remainders(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, what is written to those of ``weights`` (local ones) that have remainders leaves these as they are."""
+    """Inside the context, writes to local ``weights`` with remainders leave the remainders unchanged."""
     kept = [(weight, remainder) for weight in weights if (remainder := remainder_of(weight)) is not None]
     for weight, remainder in kept:
         remainder.before_write()
@@ -105,14 +105,14 @@ def written_with_remainders(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 weights of bfloat16 ones and their remainders."""
+    """The float32 weights from bfloat16 weights and their remainders."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
 def split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Write float32 ``values`` into ``weight`` (bfloat16) and ``remainder`` (int16)."""
-    # Only of a NaN can the addition below run over, and make a number of it.
+    # Only for a NaN could the addition below overflow and produce a number.
     bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int32)
     remainder.copy_(bits)
     weight.view(torch.int16).copy_(bits.add_(1 << 15).bitwise_right_shift_(16))

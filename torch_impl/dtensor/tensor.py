@@ -1,18 +1,18 @@
-"""DTensors over whole rows cut where a layout says, not where ``torch.chunk`` would cut.
+"""DTensors over whole rows, cut where a layout says, not where ``torch.chunk`` would cut.
 
-DTensor's own ``Shard(0)`` means "as even as possible"; a tensor cut elsewhere and labelled ``Shard(0)`` yields wrong
-values without an error. ``RowShard`` (see ``placement``) therefore is a placement of its own, which DTensor does not
-know, and ``RowDTensor`` itself does all that can be right on uneven and empty shards:
+DTensor's own ``Shard(0)`` means "as even as possible"; a tensor that is cut elsewhere but labelled ``Shard(0)`` yields
+wrong values without an error. Therefore ``RowShard`` (see ``placement``) is a separate placement, which DTensor does
+not know, and ``RowDTensor`` itself implements everything that can be correct on uneven and empty shards:
 
 * ``full_tensor``, ``redistribute`` to ``Replicate``, ``to_local`` (differentiable), ``data``
-* element-wise operators (``ops``) and reductions (``reductions``), which carry the optimizers of ``torch.optim``
+* element-wise operators (``ops``) and reductions (``reductions``), which suffice for the optimizers of ``torch.optim``
   (for-loop, foreach, fused) and ``clip_grad_norm_``
-* pickling and ``copy.deepcopy``: this rank's rows, as ``torch.save`` of a state dict on each rank needs them
-* the hooks by which ``torch.distributed.checkpoint`` asks for chunks, float32 ones of tensors with remainders
+* pickling and ``copy.deepcopy``: this rank's rows, which ``torch.save`` of a state dict on each rank needs
+* the hooks with which ``torch.distributed.checkpoint`` asks for chunks; tensors with remainders give float32 chunks
 
-Everything else raises ``RuntimeError``. What a rank holds of a tensor is in ``local``.
+Everything else raises ``RuntimeError``. ``local`` defines a rank's part of a tensor.
 
-All use of DTensor's private attributes and classes is in this module and in ``local``.
+All uses of DTensor's private attributes and classes are in this module and in ``local``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> RowDTensor:
-        # Fused optimizers read memory order, and an in-place change must not reach another parameter's gradient;
-        # autograd hands out expanded and shared tensors.
+        # Fused optimizers require the memory order, and an in-place change must not reach another parameter's gradient,
+        # but autograd passes expanded and shared tensors.
         return wrap_like(ctx.origin, grads[0].clone(memory_format=torch.contiguous_format))
 
 
@@ -64,7 +64,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        # DTensor would give each rank its own part of its own gradient, which is not that of the loss of all ranks.
+        # DTensor would give each rank its part of its own gradient, which is not the gradient of all ranks' loss.
         raise RuntimeError(
             f"backward through full_tensor() of {ctx.described}, whose gradient would not be reduced over the ranks: "
             "use the weight in its module's forward, or detach() the whole tensor"
@@ -72,15 +72,15 @@ class _Whole(torch.autograd.Function):
 
 
 class RowDTensor(NoPlainTensor, DTensor):
-    """A DTensor placed as ``placement`` says.
+    """A DTensor with the placement of a sharded parameter.
 
     On data-parallel axes ``RowShard``, ``Replicate`` or, for gradients not yet reduced, ``Partial``; on tensor-parallel
-    ones ``Shard`` or ``Replicate``.
+    axes ``Shard`` or ``Replicate``.
 
-    Made by ``make_dtensor`` and ``make_partial``; the module text says what a ``RowDTensor`` can do.
+    Made by ``make_dtensor`` and ``make_partial``; the module docstring lists the supported operations.
     """
 
-    # The operators make tensors of this class, so the class cannot import them: ``torch_impl.dtensor`` sets this.
+    # The operators make tensors of this class, so this module cannot import them: ``torch_impl.dtensor`` sets this.
     dispatcher: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @classmethod
@@ -90,9 +90,9 @@ class RowDTensor(NoPlainTensor, DTensor):
         return cls.dispatcher(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank: an all-gather over each axis that cuts it.
+        """The whole tensor, on every rank, by an all-gather over each axis that cuts it.
 
-        Raises RuntimeError for a gradient that was not reduced yet, and when a backward reaches the tensor.
+        Raises RuntimeError for a gradient that is not yet reduced, and when a backward reaches the tensor.
         """
         refuse_partial(self)
         if torch.is_grad_enabled() and self.requires_grad:
@@ -107,11 +107,11 @@ class RowDTensor(NoPlainTensor, DTensor):
     ) -> DTensor:
         """Only to ``Replicate`` on every axis of the same mesh; RuntimeError otherwise."""
         whole = [Replicate()] * self.device_mesh.ndim
-        # Rows cut elsewhere would need bounds, which the caller cannot say by DTensor's placements.
+        # Rows cut elsewhere would need bounds, which DTensor's placements cannot express.
         if device_mesh not in (None, self.device_mesh) or list(placements or ()) != whole:
             raise RuntimeError(
                 f"redistribute of {described(self)}: expected placements={whole} on {self.device_mesh}, got "
-                f"{placements} on {device_mesh or 'the same'}; use distribute_tensor() of its full_tensor()"
+                f"{placements} on {device_mesh or 'the same mesh'}; use distribute_tensor() of its full_tensor()"
             )
         return _make(_gathered(self), self.device_mesh, self.shape, tuple(whole))
 
@@ -124,7 +124,7 @@ class RowDTensor(NoPlainTensor, DTensor):
 
     @property
     def data(self) -> RowDTensor:
-        """The same rows, without autograd history; in-place changes are seen by the next forward."""
+        """The same rows without autograd history; the next forward sees in-place changes."""
         return wrap_like(self, local_of(self))
 
     @data.setter
@@ -135,8 +135,8 @@ class RowDTensor(NoPlainTensor, DTensor):
         )
 
     def data_ptr(self) -> int:
-        """0: the rows are the local tensor's. ``dcp.async_save`` tells by this that there is nothing else to copy."""
-        # Torch would say how far the local tensor lies from the beginning of its buffer.
+        """0: the rows belong to the local tensor. So ``dcp.async_save`` knows that there is nothing else to copy."""
+        # Torch would return the offset of the local tensor in its buffer.
         return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
@@ -148,9 +148,9 @@ class RowDTensor(NoPlainTensor, DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """This rank's rows and how they are placed. Of a tensor with remainders, its float32 values."""
+        """This rank's rows and their placements. For a tensor with remainders, its float32 values."""
         with torch.no_grad():
-            # An object of its own: what is attached to the local tensor belongs to its unit.
+            # A separate object: attributes of the local tensor belong to its unit.
             local = local_of(self).detach() if remainder_of(self) is None else main_values(self)
         is_parameter = isinstance(self, torch.nn.Parameter)
         placed = self.device_mesh, self.placements, tuple(self.shape)
@@ -162,9 +162,9 @@ class RowDTensor(NoPlainTensor, DTensor):
         if remainder_of(self) is not None:
             raise RuntimeError(
                 f"dcp.load cannot write to a parameter of shape {tuple(self.shape)} that is stored as a bfloat16 "
-                "weight and a remainder: use torch_impl.load_checkpoint, which reads what dcp.save wrote"
+                "weight and a remainder: use torch_impl.load_checkpoint, which reads files of dcp.save"
             )
-        # A load plan: DCP writes into views, on ranks that hold rows. All ranks must agree that the weights change.
+        # This is a load plan: DCP writes into views, on ranks with rows. All ranks must agree that the weights change.
         count_write(self)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local_boxes(self)]
 
@@ -181,7 +181,7 @@ class RowDTensor(NoPlainTensor, DTensor):
         except RuntimeError as error:
             raise RuntimeError(f"{fqn}: {error}") from error
         if remainder_of(self) is not None:
-            # As wide as the weights: from torch 2.15 on metadata has strides.
+            # With the shape of the weights: from torch 2.15 on, metadata contains strides.
             like = torch.empty(like.shape, dtype=torch.float32, device="meta")
         return [
             planner.WriteItem(
@@ -208,8 +208,8 @@ class RowDTensor(NoPlainTensor, DTensor):
         raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
 
 
-# torch picks foreach and fused implementations by exact type; without this the optimizers loop over parameters. No
-# other type is concerned, so this is done at import.
+# torch selects foreach and fused implementations by exact type; without this the optimizers would loop over parameters.
+# This adds only RowDTensor, so it is safe at import.
 for _supported in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if RowDTensor not in _supported:
         _supported.append(RowDTensor)
@@ -228,19 +228,19 @@ def make_dtensor(
 
     Args:
         mesh: one or two data-parallel axes, outer first, then one axis for each placement of ``tensor_parallel``.
-        bounds: row bounds of all shards, in rows of what the tensor-parallel axes leave to this rank; None when every
+        bounds: row bounds of all shards, in rows that the tensor-parallel axes leave to this rank; None when every
             data-parallel rank holds all rows.
-        axes: over how many of the innermost data-parallel axes rows are cut; the others hold replicas.
+        axes: the number of innermost data-parallel axes over which rows are cut; the others hold replicas.
         tensor_parallel: ``Shard(dim)`` or ``Replicate()``.
 
-    Raises ValueError when the bounds do not cover the shape or ``local`` has another shape than they say.
+    Raises ValueError when the bounds do not cover the shape or the shape of ``local`` does not match them.
     """
     rows: list[Placement] = [] if bounds is None else [RowShard(bounds, axes, shape)] * axes
     # Replicas are outermost: tensors are sharded over the inner axis first, whose ranks are close to each other.
     copies = _data_axes(mesh, tensor_parallel) - len(rows)
     if copies < 0:
         raise ValueError(
-            f"make_dtensor: expected axes <= {copies + len(rows)}, those of the mesh, got {axes}"
+            f"make_dtensor: expected axes <= {copies + len(rows)}, the number of data-parallel axes, got {axes}"
         )
     return _make(local, mesh, shape, (*[Replicate()] * copies, *rows, *tensor_parallel))
 
@@ -255,10 +255,10 @@ def make_partial(
     axes: int = 0,
     tensor_parallel: Sequence[Placement] = (),
 ) -> RowDTensor:
-    """An unreduced gradient: the true one is the sum (with ``mean``: the average) of the ranks' ``local`` tensors.
+    """An unreduced gradient: the true gradient is the sum (with ``mean``: the average) of the ranks' ``local`` tensors.
 
-    The sum is to be taken over all data-parallel axes but the ``axes`` innermost, over which rows are cut at ``bounds``
-    already; other arguments and errors as for ``make_dtensor``.
+    The sum is over all data-parallel axes except the ``axes`` innermost, over which rows are already cut at ``bounds``.
+    Other arguments and errors as for ``make_dtensor``.
     """
     unreduced = _data_axes(mesh, tensor_parallel) - axes
     if unreduced < 1 or (axes > 0) != (bounds is not None):
@@ -275,9 +275,9 @@ def make_partial(
 def make_placed(
     local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]
 ) -> RowDTensor:
-    """A DTensor of global ``shape`` over ``local`` (shared), with these placements of the whole mesh.
+    """A DTensor of global ``shape`` over ``local`` (shared), with these placements on the whole mesh.
 
-    Raises ValueError for placements that do not fit the shape, or when ``local`` has another shape than they say.
+    Raises ValueError for placements that do not fit the shape, or when the shape of ``local`` does not match them.
     """
     rows = row_placement(placements)
     if rows is not None and rows.shape != tuple(shape):
@@ -294,9 +294,9 @@ def rebuild_dtensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> RowDTensor:
-    """What a pickled ``RowDTensor`` becomes; files hold the name of this function.
+    """Unpickles a ``RowDTensor``; files contain the name of this function.
 
-    The process that reads it may have no process groups, or others than the one that wrote it.
+    The reading process may have no process groups, or different ones from the writing process.
     """
     tensor = RowDTensor(local, _spec_of(mesh, placements, shape, local.dtype), requires_grad=False)
     if is_parameter:
@@ -315,7 +315,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> RowDTensor:
     origin = checked_dtensor(tensor)
     check_local(local, origin.shape, origin.placements, local_of(origin).shape)
     spec = origin._spec
-    # The placements stay the same object in either case, which ``operands`` compares before anything longer.
+    # The placements remain the same object in either case, because ``operands`` compares objects first.
     if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
         spec = _spec_of(origin.device_mesh, origin.placements, origin.shape, local.dtype)
     return RowDTensor(local, spec, requires_grad=False)
@@ -338,7 +338,7 @@ def wrap_rows(
 def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RowDTensor:
     """A DTensor over a copy of this rank's part of ``whole``, which every rank has; nothing is communicated."""
     sizes = local_sizes(whole.shape, mesh, placements)
-    # Only for its placements, which ``own_part`` reads.
+    # Needed only for its placements, which ``own_part`` reads.
     empty = torch.empty(sizes, dtype=whole.dtype, device="meta")
     template = make_placed(empty, mesh, whole.shape, placements)
     return wrap_like(template, own_part(template, whole).clone())
@@ -347,14 +347,14 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank, plain and without history; collective over the mesh unless it is replicated.
 
-    Raises TypeError for all else, such as the plain weights that modules show in forward and backward, and as
-    attributes between both where they do not reshard.
+    Raises TypeError for anything else, such as the plain weights that modules show in forward and backward, and in
+    between if they do not reshard.
     """
     if not isinstance(tensor, DTensor):
         shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else ""
         raise TypeError(
             f"full_tensor: expected a sharded parameter or a DTensor, got a plain {type(tensor).__name__}{shape}; "
-            "module.weight is whole already in a forward, after unshard(), and after a forward that does not reshard: "
+            "module.weight is already whole in a forward, after unshard(), and after a forward that does not reshard: "
             "take the sharded parameter from named_parameters() after the forward, or after reshard()"
         )
     return checked_dtensor(tensor.detach()).full_tensor()
@@ -385,7 +385,7 @@ def _make(
 def _spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    # DTensor.from_local takes an empty shape for a missing one.
+    # DTensor.from_local treats an empty shape as a missing one.
     stride = tuple(
         itertools.accumulate((max(1, size) for size in reversed(shape[1:])), operator.mul, initial=1)
     )

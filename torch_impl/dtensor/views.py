@@ -1,4 +1,4 @@
-"""Views of a ``RowDTensor`` that are cut by rows themselves: parts of the first dimension, and other shapes.
+"""Views of a ``RowDTensor`` that are themselves cut by rows: parts of the first dimension, and other shapes.
 
 The view shares memory with the tensor, and its writes count as writes of the tensor::
 
@@ -6,8 +6,8 @@ The view shares memory with the tensor, and its writes count as writes of the te
     rank 0: row 0                        rank 0: nothing      rank 0: row 0        rank 0: elements 0, 1, 2
     rank 1: rows 1, 2, 3                 rank 1: all three    rank 1: row 1        rank 1: the other nine
 
-Another shape is possible where no shard ends inside one of its rows: always as a vector, and as a stack of matrices
-with rows of the same length; as a matrix with other rows where the bounds happen to allow it.
+Another shape is possible if no shard ends inside one of its rows: always as a vector, and as a stack of matrices with
+rows of the same length; as a matrix with other rows only if the bounds happen to allow it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ VIEWS = {*_RESHAPES, *_PARTS}
 
 
 def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The view, or the tuple of views, that ``func`` asks for; None if it is none that rows can represent."""
+    """The view, or the tuple of views, that ``func`` asks for; None if rows cannot represent it."""
     tensor = args[0]
     if is_tensor_parallel(tensor.placements):
-        # Row bounds count rows of what the tensor-parallel axes leave, not of the whole whose view is asked for.
+        # Row bounds count rows of the tensor-parallel part, but the program asks for a view of the whole.
         return None
     if func in _RESHAPES:
         shape = tuple(func(meant(tensor), *args[1:], **kwargs).shape)
@@ -74,9 +74,9 @@ def row_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def meant(value: Any) -> Any:
-    """A tensor without its elements, for which torch says what shapes come out, and which do not fit, in its own words.
+    """A tensor without elements, for which torch determines result shapes and raises its own errors.
 
-    Anything else as it is.
+    Any other value is returned unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -109,7 +109,7 @@ def _part(tensor: Any, start: int, stop: int) -> Any:
         return min(max(row - first, 0), rows)
 
     r0, r1 = row_range_of(tensor)
-    # Of a part that lies beside the local rows, the place of its beginning does not matter.
+    # For a part outside the local rows, the start does not matter.
     begin = max(first - r0, 0)
     view = counted_view(local, lambda t: t[begin : begin + within(r1) - within(r0)])
     return wrap_rows(tensor, view, shape, [within(bound) for bound in bounds])
@@ -122,12 +122,12 @@ def _item(tensor: Any, index: int) -> Any:
         raise IndexError(
             f"index {index} of a tensor of shape {tuple(tensor.shape)}: expected less than {length}"
         )
-    # A row of a matrix becomes a vector, whose rows are its elements, and a matrix of a stack keeps its rows.
+    # A row of a matrix becomes a vector, whose rows are its elements. A matrix of a stack keeps its rows.
     return in_shape(_part(tensor, index % length, index % length + 1), tuple(tensor.shape[1:]))
 
 
 def counted_view(local: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view that shares its version counter, which below autograd views do not, and the remainder."""
+    """A view that shares its version counter, unlike views below autograd, and the remainder."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         rows = view(local)
     remainder = remainder_of(local)

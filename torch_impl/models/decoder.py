@@ -5,8 +5,8 @@
     tokens [B, T] -> embed -> n_layers x { x += attention(norm(x)); x += mlp(norm(x)) } -> norm -> lm_head
                                                                                           -> logits [B, T, V]
 
-Plain matmuls and einsums only, so that the same arithmetic can be written in another framework. Normalisation,
-rotary angles, attention scores and the loss are computed in float32 for narrower parameters, in float64 for float64.
+Only plain matmuls and einsums, so that another framework can do the same arithmetic. Normalization, rotary angles,
+attention scores and the loss are computed in float32, or in float64 for float64 parameters.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Attention(nn.Module):
     def _rotate(self, x: Tensor) -> Tensor:
         """Rotate the halves of the last dimension of ``[B, T, heads, group, head_dim]`` by the position."""
         wide = _widen(x)
-        # Not an argument or a buffer: mixed precision would round those to the compute dtype.
+        # Not an argument or a buffer: mixed precision would round them to the compute dtype.
         table = _rotary_table(x.shape[1], self.head_dim, self.rope_theta)
         cos, sin = torch.from_numpy(table).to(x.device, wide.dtype)[:, :, None, None, :]
         x1, x2 = wide.chunk(2, dim=-1)
@@ -159,11 +159,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter from the seed and its own name, whatever the device, dtype or torch version.
+        """Set every parameter from the seed and its name, independent of the device, dtype or torch version.
 
         Philox keyed by ``(seed, crc32(name))`` draws float64 normals in row-major order, rounded once to the
-        parameter's dtype: matrices have standard deviation 0.02, those that write to the residual stream (``wo``,
-        ``w2``) 0.02 / sqrt(2 n_layers); norms are 1 + 0.1 x normal. Call it before sharding.
+        parameter's dtype: matrices have standard deviation 0.02, except matrices that write to the residual stream
+        (``wo``, ``w2``) with 0.02 / sqrt(2 n_layers); norms are 1 + 0.1 x normal. Call it before sharding.
         """
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed: expected 0 <= seed < 2**64, got {seed}")
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy over all tokens: logits ``[B, T, V]``, targets integers ``[B, T]``; a 0-d tensor.
 
-    Computed and returned in float32, in float64 for float64 logits.
+    Computed and returned in float32, or in float64 for float64 logits.
     """
     return F.cross_entropy(_widen(logits).flatten(0, 1), targets.flatten().long())
 

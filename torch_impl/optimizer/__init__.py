@@ -1,1 +1,1 @@
-"""AdamW over main weights, and where its state lives."""
+"""Optimizers over main weights, and the location of their state."""

@@ -1,4 +1,4 @@
-"""Checks of what the user gives to the optimizers of main weights; ``of``: the optimizer's name, in errors."""
+"""Checks of the user's arguments to the optimizers of main weights; ``of``: the optimizer's name, in errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PARAMS = "an iterable of parameters, (name, parameter) pairs or groups"
 
 
 def check_params(params: Any, of: str) -> None:
-    """TypeError for what torch would refuse without naming ``params``."""
+    """TypeError for values that torch would refuse without naming ``params``."""
     if isinstance(params, nn.Module):
-        raise TypeError(f"{of}: params: expected {_PARAMS}, got the module itself; give its parameters()")
+        raise TypeError(f"{of}: params: expected {_PARAMS}, got the module itself; pass its parameters()")
     if isinstance(params, str) or not isinstance(params, Iterable):
         raise TypeError(f"{of}: params: expected {_PARAMS}, got {params!r}")
 
@@ -34,7 +34,7 @@ def check_group(group: Any, of: str) -> None:
         return
     check_params(params, of)
     if isinstance(params, set):
-        # Of no order: torch says what to do.
+        # Unordered: torch's error says what to do.
         return
     group["params"] = list(params)
     for entry in group["params"]:
@@ -56,7 +56,7 @@ def check_flag(name: str, value: Any, of: str) -> None:
 
 
 def check_numbers(group: Mapping[str, Any], of: str, names: Iterable[str]) -> None:
-    """TypeError for what is no number, ValueError for one below 0 and for ``lr`` of several elements."""
+    """TypeError for anything but a number, ValueError for a negative number and for ``lr`` with several elements."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"{of}: expected lr of one element, got a tensor of shape {tuple(lr.shape)}")
@@ -67,7 +67,7 @@ def check_numbers(group: Mapping[str, Any], of: str, names: Iterable[str]) -> No
 
 
 def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[Any, ...]:
-    """As a tuple. TypeError for what is not iterable, or holds something else than numbers; ValueError for others."""
+    """The values as a tuple. TypeError unless they are iterable numbers; ValueError for another number of values."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
     numbers = tuple(values)
@@ -91,9 +91,9 @@ def check_no_remainders(optimizer: torch.optim.Optimizer, params: Iterable[torch
 
 @functools.cache
 def refuse_other_optimizers() -> None:
-    """From now on steps of other optimizers on such parameters raise; calls after the first do nothing.
+    """Make steps of other optimizers on such parameters raise from now on; calls after the first do nothing.
 
-    They would update the bfloat16 weights, and lose what is smaller than their last bit.
+    Other optimizers would update the bfloat16 weights, and lose updates smaller than their last bit.
     """
     register_optimizer_step_pre_hook(_check_step)
 

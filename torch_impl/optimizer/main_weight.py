@@ -1,4 +1,4 @@
-"""What the optimizers of main weights share: their state, where that lives, and the checks before an update."""
+"""The common part of the optimizers of main weights: state, its location, and the checks before an update."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from torch_impl.runtime.ground.ownership import taken_by
 
 
 class MainWeightOptimizer(torch.optim.Optimizer):
-    """An optimizer on this rank's rows of each parameter; subclasses say which moments there are, and compute.
+    """An optimizer on this rank's rows of each parameter; subclasses define the moments and compute the update.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
-    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless an optimizer says otherwise. Parameters of
-    which this rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Ordinary
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless an optimizer says otherwise. Parameters
+    without rows on this rank have (empty) moments like all others, so that all ranks have the same keys. Ordinary
     tensors are updated as well.
     """
 
     state_of: ClassVar[str]
-    """Whose state it is, in messages."""
+    """The optimizer to which the state belongs, in messages."""
     updates_remainders: ClassVar[bool] = False
     """Whether weights may be stored with remainders."""
 
@@ -57,30 +57,30 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
-        """Update parameters of one group on one device by their local gradients; their steps are counted already."""
+        """Update parameters of one group on one device by local gradients; the steps already count this update."""
 
     def _formats_in(self, group: Mapping[str, Any]) -> tuple[MomentFormat, ...]:
         """The moments of this group's parameters."""
         return self._formats
 
     def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of a new group whose state is to live in CPU memory."""
+        """The parameters of a new group whose state will be stored in CPU memory."""
         return [param for param in params if self._share.picks(param.numel())]
 
     def _step_device(self, param: torch.Tensor) -> torch.device:
         return torch.device("cpu")
 
     def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's saved state, with what the stock optimizer of this kind does not keep."""
+        """A parameter's saved state, completed with values that the stock optimizer of this kind does not keep."""
         return saved
 
     @property
     def moment_formats(self) -> tuple[MomentFormat, ...]:
-        """How the moments are stored."""
+        """The formats in which the moments are stored."""
         return self._formats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises the errors of the constructor; the group is then not added."""
+        """As in torch. Raises the errors of the constructor; then the group is not added."""
         check_group(param_group, type(self).__name__)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -96,7 +96,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         self._offloaded.update(self._picked(group["params"]))
 
     def offloads(self, param: torch.Tensor) -> bool:
-        """Whether the state of this parameter lives in CPU memory and is fetched for the update."""
+        """Whether the state of this parameter is stored in CPU memory and fetched for the update."""
         return param in self._offloaded
 
     def init_state(self) -> None:
@@ -108,10 +108,10 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch overloads it
-        """Update all parameters that have a gradient; returns what ``closure`` returns.
+        """Update all parameters that have a gradient; returns the result of ``closure``.
 
-        Raises RuntimeError when gradients were not reduced over the ranks yet, or for parameters that ``fully_shard``
-        took after this optimizer was built; nothing is updated then.
+        Raises RuntimeError when gradients are not yet reduced over the ranks, or for parameters that ``fully_shard``
+        took after this optimizer was built; then nothing is updated.
         """
         loss = None
         if closure is not None:
@@ -122,7 +122,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             for device, (updates, grads) in by_device.items():
                 weights = [update.weight for update in updates]
                 with written_with_remainders(weights):
-                    # Counted also for ranks without rows: all ranks must agree that the weights have changed.
+                    # Also on ranks without rows: all ranks must agree that the weights have changed.
                     torch.autograd.graph.increment_version(weights)
                     torch._foreach_add_([update.step for update in updates], 1.0)
                     if device not in self._transfers:
@@ -131,13 +131,13 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but moments are stored as this optimizer stores them, whatever the dtypes they were saved in.
+        """As in torch, but moments are stored in this optimizer's formats, whatever dtypes they were saved in.
 
-        Raises ValueError for moments that are placed otherwise than their parameter, or for state of another kind of
-        optimizer; nothing is changed then.
+        Raises ValueError for moments that are not placed like their parameter, or for state of another kind of
+        optimizer; then nothing is changed.
         """
         before = {"state": self.state, "param_groups": self.param_groups}
-        # torch would turn all moments into the parameter's dtype on its device; sealed, they reach _adopt as they are.
+        # torch would convert all moments to the parameter's dtype and device; sealed, they reach _adopt unchanged.
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: _sealed(loaded)),
             self.register_load_state_dict_post_hook(lambda _: self._adopt(), prepend=True),
@@ -164,7 +164,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
     def _with_gradients(
         self, group: dict[str, Any]
     ) -> dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]]:
-        """Parameters that have a gradient, and their local gradients, by device; all checks are made here."""
+        """Parameters that have a gradient, and their local gradients, by device; this makes all checks."""
         by_device: dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]] = {}
         for index, param in enumerate(group["params"]):
             update = self._updates.get(param)
@@ -173,7 +173,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            # Schedulers may change what the moments depend on, such as whether there is momentum.
+            # Schedulers may change options that determine the moments, such as whether there is momentum.
             formats = self._formats_in(group)
             if update is None or update.formats != formats or not update.is_current(self.state.get(param)):
                 update = self._update_of(param, group)
@@ -207,7 +207,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         return update
 
     def _adopt(self) -> None:
-        """Turn the sealed state of a load into this optimizer's."""
+        """Convert the sealed state of a load to this optimizer's."""
         groups = {}
         for index, group in enumerate(self.param_groups):
             try:
@@ -246,7 +246,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Sealed:
-    """Keeps a value of a state dict as it is: torch converts tensors and containers only."""
+    """Keeps a value of a state dict unchanged: torch converts only tensors and containers."""
 
     content: Any
 
@@ -270,8 +270,8 @@ def _check_not_taken(group: Mapping[str, Any], index: int) -> None:
     unit = taken_by(group["params"][index])
     if unit is not None:
         raise RuntimeError(
-            f"{_described(group, index)} was collected before fully_shard took it into a {unit} unit, and is not "
-            "trained any more: build the optimizer after sharding, from model.parameters()"
+            f"{_described(group, index)} was collected before fully_shard took it into a {unit} unit, and is no longer "
+            "trained: build the optimizer after sharding, from model.parameters()"
         )
 
 

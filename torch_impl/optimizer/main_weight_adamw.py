@@ -16,18 +16,18 @@ from torch_impl.optimizer.update import Group, Tensors, Updates, fused_adamw, up
 
 
 class MainWeightAdamW(MainWeightOptimizer):
-    """AdamW, bit for bit what ``torch.optim.AdamW(fused=True)`` computes for this rank's rows of each parameter.
+    """AdamW, bit for bit equal to ``torch.optim.AdamW(fused=True)`` on this rank's rows of each parameter.
 
-    With ``adam_w_mode=False`` it is ``torch.optim.Adam(fused=True)`` in the same way.
+    With ``adam_w_mode=False`` it equals ``torch.optim.Adam(fused=True)`` in the same way.
 
-    Cut otherwise, the same elements may differ in the last bit: torch's CPU kernel rounds the last elements of a
-    tensor, those that do not fill a vector register, differently.
+    If rows are cut differently, the same elements may differ in the last bit: torch's CPU kernel uses another rounding
+    for the last elements of a tensor, which do not fill a vector register.
 
     Main weights are the parameters themselves: there is no second copy. Moments are DTensors placed like their
-    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless ``capturable``. Parameters of which this
-    rank holds no rows have (empty) moments like all others, so that all ranks have the same keys. Weight, gradient and
-    moments of one dtype are updated in place; others are converted, a chunk at a time, to float32 (of float64
-    parameters: float64) and back. So are weights that are stored with remainders
+    parameter; ``step`` is a float32 scalar per parameter, on the CPU unless ``capturable``. Parameters without rows on
+    this rank have (empty) moments like all others, so that all ranks have the same keys. If weight, gradient and
+    moments have one dtype, they are updated in place. Otherwise they are converted, a chunk at a time, to float32
+    (float64 for float64 parameters) and back, and so are weights that are stored with remainders
     (``MixedPrecisionPolicy(store_param_remainders=True)``). Ordinary tensors are updated as well.
     """
 
@@ -53,17 +53,18 @@ class MainWeightAdamW(MainWeightOptimizer):
     ) -> None:
         """``params``, ``lr`` (a number or a tensor of one element), ... as in ``torch.optim.AdamW``.
 
-        exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64 parameters
-            float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
-        offload_fraction: part of the state, by elements, to the nearest parameter, that lives in CPU memory and is
-            fetched for the update. Results and checkpoints are those of no offload, to the byte.
+        exp_avg_dtype, exp_avg_sq_dtype: the dtype in which moments are stored between steps: float32 (float64 for
+            float64 parameters), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2
+            (``optimizer.moments``).
+        offload_fraction: the part of the state, by elements, to the nearest parameter, that is stored in CPU memory and
+            fetched for the update. Results and checkpoints are byte for byte the same as without offload.
         adam_w_mode: False adds ``weight_decay`` times the weight to the gradient (L2), as ``torch.optim.Adam`` does.
         bias_correction: False divides neither moment by ``1 - beta**step``.
-        capturable: ``step`` lives on the parameter's device, and with an ``lr`` in a tensor there a step never waits
-            for the device, so that a CUDA graph can capture it. On the CPU it changes nothing.
+        capturable: ``step`` is stored on the parameter's device. With an ``lr`` tensor on that device, a step never
+            waits for the device, so that a CUDA graph can capture it. On the CPU it changes nothing.
 
-        ``adam_w_mode`` and ``bias_correction`` are options of a parameter group, which state dicts restore as they
-        restore ``lr``; state of torch's Adam counts as ``adam_w_mode=False``. ``capturable``, as the dtypes, is not.
+        ``adam_w_mode`` and ``bias_correction`` are options of a parameter group, which state dicts restore like ``lr``;
+        state of torch's Adam counts as ``adam_w_mode=False``. ``capturable`` and the dtypes are not restored.
 
         Raises ValueError for a negative ``lr``, ``eps`` or ``weight_decay``, betas outside [0, 1), another dtype, a
         fraction outside [0, 1], ``amsgrad=True``, or ``capturable`` with offload or with moments that have scales,
@@ -91,7 +92,7 @@ class MainWeightAdamW(MainWeightOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            # Older state has no modes; torch's own calls one of them by another name.
+            # Older state has no modes, and torch has another name for one of them.
             torchs = group.get("decoupled_weight_decay", self.defaults.get("adam_w_mode", True))
             group.setdefault("adam_w_mode", torchs)
             group.setdefault("bias_correction", self.defaults.get("bias_correction", True))
@@ -129,6 +130,6 @@ def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) 
         if moment.dtype.itemsize == 1 or moment.dtype == torch.float16:
             raise ValueError(
                 f"MainWeightAdamW(capturable=True): expected {moment.key}_dtype float32 or "
-                f"bfloat16, got {moment.dtype}: to store a moment with scales, the CPU reads the "
-                "step"
+                f"bfloat16, got {moment.dtype}: storing a moment with scales needs the value of step "
+                "on the CPU"
             )

@@ -1,4 +1,4 @@
-"""Muon on the main weights of sharded modules. ``torch_impl.optimizer.muon_update`` says what is computed where."""
+"""Muon on the main weights of sharded modules. ``torch_impl.optimizer.muon_update`` describes the computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.update import Group, Tensors, Updates, fused_adamw, update
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-# What groups of the other kind have no use for.
+# Options that AdamW groups do not use.
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _OF_ADAMW = ("betas",)
 
@@ -29,11 +29,11 @@ def is_matrix(name: str | None, param: torch.Tensor) -> bool:
 
 
 class MainWeightMuon(MainWeightOptimizer):
-    """Muon of matrices, ``torch.optim.Muon``'s arithmetic on whole ones, however they are sharded; AdamW of the rest.
+    """Muon for matrices, ``torch.optim.Muon``'s arithmetic on whole matrices for any sharding; AdamW for the rest.
 
-    A parameter group is for Muon or for AdamW. A group says which by ``"use_muon": True`` or ``False``; one that does
-    not is split in two by the rule ``use_muon``. Embeddings and output heads are matrices too, which Muon's authors
-    leave to AdamW: exclude them by groups, or by names::
+    A parameter group is for Muon or for AdamW. A group sets this by ``"use_muon": True`` or ``False``; a group without
+    ``use_muon`` is split in two by the rule ``use_muon``. Embeddings and output heads are matrices too, which Muon's
+    authors leave to AdamW: exclude them by groups, or by names::
 
         MainWeightMuon(
             model.named_parameters(),
@@ -42,10 +42,10 @@ class MainWeightMuon(MainWeightOptimizer):
             use_muon=lambda name, param: param.ndim == 2 and "embed" not in name and "head" not in name,
         )
 
-    Of a parameter of three dimensions each matrix is updated on its own. State of Muon is ``momentum_buffer`` and
-    ``step``, of AdamW that of ``MainWeightAdamW``. Matrices cut over ranks travel in bfloat16 in each step; with
-    ``granularity="tensor"`` each lies on one rank, and nothing travels (``optimizer.muon_update``). All ranks must call
-    ``step``, and have gradients for the same parameters.
+    In a parameter of three dimensions each matrix is updated separately. Muon's state is ``momentum_buffer`` and
+    ``step``; AdamW's state is the same as in ``MainWeightAdamW``. Matrices cut over ranks are sent in bfloat16 in each
+    step; with ``granularity="tensor"`` each matrix is whole on one rank, and nothing is sent
+    (``optimizer.muon_update``). All ranks must call ``step``, and have gradients for the same parameters.
     """
 
     state_of = "Muon, or of AdamW without amsgrad where use_muon is False"
@@ -75,16 +75,16 @@ class MainWeightMuon(MainWeightOptimizer):
         """``params``, ``lr``, ... as in ``torch.optim.Muon``.
 
         use_muon: whether a parameter is for Muon, by its name (None unless ``params`` are named) and the parameter;
-            asked for groups that do not say. By default all of two and three dimensions.
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the rest, as ``lr``, ... in ``MainWeightAdamW``; the
-            rate is ``lr`` by default.
-        momentum_dtype, exp_avg_dtype, exp_avg_sq_dtype: in which moments are stored between steps: float32 (for float64
-            parameters float64), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2
+            called for groups without ``use_muon``. By default, all parameters of two and three dimensions.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: for the other parameters, as ``lr``, ... in
+            ``MainWeightAdamW``; ``adamw_lr`` is ``lr`` by default.
+        momentum_dtype, exp_avg_dtype, exp_avg_sq_dtype: the dtype in which moments are stored between steps: float32
+            (float64 for float64 parameters), bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2
             (``optimizer.moments``).
         offload_fraction: as in ``MainWeightAdamW``.
 
         Raises ValueError for hyperparameters out of range, 100 or more ``ns_steps``, another ``adjust_lr_fn``, another
-        dtype, a fraction outside [0, 1], and for a parameter of less than two dimensions in a group of Muon; TypeError
+        dtype, a fraction outside [0, 1], and for a parameter with fewer than two dimensions in a Muon group; TypeError
         for other types; RuntimeError for parameters that were collected before ``fully_shard`` took them.
         """
         formats = (
@@ -127,7 +127,7 @@ class MainWeightMuon(MainWeightOptimizer):
         super().__init__(params, defaults, formats, offload_fraction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a group that does not say ``use_muon`` becomes up to two. Raises the constructor's errors."""
+        """As in torch; a group without ``use_muon`` becomes one or two. Raises the constructor's errors."""
         check_group(param_group, "MainWeightMuon")
         if "use_muon" in param_group:
             self._add(param_group)
@@ -135,7 +135,7 @@ class MainWeightMuon(MainWeightOptimizer):
         params_or_tensor = param_group["params"]
         listed = [params_or_tensor] if isinstance(params_or_tensor, torch.Tensor) else list(params_or_tensor)
         before = len(self.param_groups)
-        # In the order in which they are given, as with other optimizers.
+        # In the caller's order, as with other optimizers.
         params: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
         self._chosen = set(super()._picked(params))
         try:
@@ -173,7 +173,7 @@ class MainWeightMuon(MainWeightOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         if "use_muon" not in group:
             raise ValueError(
-                "MainWeightMuon: expected groups that say use_muon, got the groups of another optimizer"
+                "MainWeightMuon: expected groups that have the option use_muon, got the groups of another optimizer"
             )
         if not group["use_muon"]:
             check_adamw(group, "MainWeightMuon, group with use_muon=False")
@@ -196,7 +196,7 @@ class MainWeightMuon(MainWeightOptimizer):
             if param.ndim < 2:
                 raise ValueError(
                     f"MainWeightMuon: expected matrices where use_muon is True, got a parameter of shape "
-                    f"{tuple(param.shape)}; give it a group with use_muon=False"
+                    f"{tuple(param.shape)}; put it into a group with use_muon=False"
                 )
 
     def _formats_in(self, group: Mapping[str, Any]) -> tuple[MomentFormat, ...]:

@@ -1,7 +1,7 @@
 """SGD with momentum on the main weights of sharded modules.
 
-Every element, the list of ``jax_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once to the dtype of the
-update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
+For every element, these are the operations of ``jax_impl.optimizer.main_weight_sgd``. ``[x]`` is a number rounded once
+to the dtype of the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; every other operation rounds::
 
     1   g = the gradient in the dtype of the update, negated if maximize
     2   g = fma([weight_decay], w, g)                   if weight_decay
@@ -28,11 +28,11 @@ _TOGETHER = 1 << 20
 
 
 class MainWeightSGD(MainWeightOptimizer):
-    """SGD, bit for bit what ``torch.optim.SGD(foreach=True)`` computes, wherever rows are cut.
+    """SGD, bit for bit equal to ``torch.optim.SGD(foreach=True)``, wherever rows are cut.
 
-    torch's for-loop has the same bits; ``fused=True`` rounds otherwise. Half-precision weights are updated in float32
-    and rounded once, where torch rounds after every operation. State is ``momentum_buffer``, a DTensor placed like its
-    parameter, and ``step``, a float32 CPU scalar; without momentum there is none. The rest is as in
+    torch's for-loop has the same bits; ``fused=True`` rounds differently. Half-precision weights are updated in float32
+    and rounded once, while torch rounds after every operation. State is ``momentum_buffer``, a DTensor placed like its
+    parameter, and ``step``, a float32 CPU scalar; without momentum there is no state. The rest is as in
     ``MainWeightAdamW``.
     """
 
@@ -53,8 +53,8 @@ class MainWeightSGD(MainWeightOptimizer):
     ) -> None:
         """``params``, ``lr``, ... as in ``torch.optim.SGD``.
 
-        momentum_dtype: in which momentum is stored between steps: float32 (for float64 parameters float64), bfloat16,
-            or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
+        momentum_dtype: the dtype in which momentum is stored between steps: float32 (float64 for float64 parameters),
+            bfloat16, or, with a scale per row, float16, float8_e4m3fn or float8_e5m2 (``optimizer.moments``).
         offload_fraction: as in ``MainWeightAdamW``.
 
         Raises ValueError for a negative ``lr``, ``momentum`` or ``weight_decay``, for ``nesterov`` without momentum or
@@ -88,7 +88,7 @@ class MainWeightSGD(MainWeightOptimizer):
         return self._formats if group["momentum"] else ()
 
     def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        # torch.optim.SGD has momentum from the first step on, and counts none.
+        # torch.optim.SGD has momentum from the first step on, but no step count.
         return {"step": 1.0, **saved}
 
     def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
@@ -140,7 +140,7 @@ def _accumulate(
 
 
 def _together(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Numbers of weights that are updated at once, so that the tensors in between take bounded memory."""
+    """Indices of weights that are updated together, so that intermediate tensors take bounded memory."""
     numbers: list[int] = []
     size = 0
     for number, weight in enumerate(weights):

@@ -1,27 +1,28 @@
-"""How optimizer moments are stored: float32 as they are, half precision rounded, float16 and float8 with a scale a row.
+"""How moments are stored: float32 unchanged, bfloat16 rounded, float16 and float8 with a scale per row.
 
     moment   |m00 m01 m02|          stored  |q00 q01 q02|   scale |s0|        moment = stored * scale
              |m10 m11 m12|                  |q10 q11 q12|         |s1|        s = largest magnitude of the row / Q
 
-Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16): the
-largest element of a row is kept, and nothing overflows whatever its size. Layouts never cut a row, so neither sharding
-nor loading on another number of ranks changes a stored byte or a scale. The scale is float32, has the parameter's shape
-with 1 as last dimension, and is a DTensor over the same rows. Tensors whose rows are single elements (vectors, scalars)
-stay float32.
+Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16), so the
+largest element of a row is stored as Q, and nothing overflows, whatever its size. Layouts never cut a row, so neither
+sharding nor loading on another number of ranks changes a stored byte or a scale. The scale is float32, has the
+parameter's shape with 1 as last dimension, and is a DTensor over the same rows. Tensors whose rows are single elements
+(vectors, scalars) remain float32.
 
 Rounding is to nearest, with two exceptions:
 
-* A second moment that is not zero is stored as at least the smallest positive number: zero would make the next update
-  huge. Elements whose gradient stays below 1/480 (float8_e5m2: 1/6*10^4, float16: 1/10^6) of the largest of their
-  row get smaller updates than AdamW's for it.
-* With beta2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8 (6 to 12 %, of
-  float8_e5m2 12 to 25 %): rounded to nearest it would stay where it is. Float8 second moments are dithered: the
-  position between two stored numbers decides how often the upper one is taken over the steps, in a fixed sequence of
-  (row, column, step), the same on every rank. In a test, second moments in float8_e4m3fn that shrink ninefold over
-  2000 steps end 9 % too small on average, by at most 26 %.
+* A second moment that is not zero is stored as at least the smallest positive number, because zero would make the next
+  update huge. Therefore elements whose gradient stays below 1/480 (float8_e5m2: 1/6*10^4, float16: 1/10^6) of the
+  largest gradient of their row get smaller updates than AdamW's.
+* With beta2 = 0.999 a second moment changes by 0.1 % per step, far less than the spacing of float8 (6 to 12 %, of
+  float8_e5m2 12 to 25 %), so rounding to nearest would never change it. Float8 second moments are dithered: the
+  position between two stored numbers determines how often the upper one is chosen over the steps, in a fixed sequence
+  of (row, column, step), the same on every rank. In a test, second moments in float8_e4m3fn that shrink ninefold over
+  2000 steps end 9 % too small on average, and at most 26 % too small.
 
 bfloat16 has the range of float32 and needs no scale. Its spacing (0.4 to 0.8 %) is too wide for beta2 above about
-0.996, where a second moment cannot fall and stops rising early: this is plain rounding, as in other implementations.
+0.996, where a second moment cannot decrease and stops increasing early: this is plain rounding, as in other
+implementations.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.
 class MomentFormat:
     """How the moment ``key`` ("exp_avg", "exp_avg_sq", "momentum_buffer") is stored; ``positive`` for second moments.
 
-    ``option``: the argument that chooses ``dtype``, by default ``<key>_dtype``. Raises ValueError for a dtype other
-    than float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
+    ``option``: the argument that sets ``dtype``, by default ``<key>_dtype``. Raises ValueError for a dtype other than
+    float32, bfloat16, float16, float8_e4m3fn and float8_e5m2.
     """
 
     key: str
@@ -61,9 +62,7 @@ class MomentFormat:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            stored_as = (
-                f"{self.dtype!r}{'' if isinstance(self.dtype, torch.dtype) else ', which is no torch.dtype'}"
-            )
+            stored_as = f"{self.dtype!r}{'' if isinstance(self.dtype, torch.dtype) else ', which is not a torch.dtype'}"
             raise ValueError(
                 f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {stored_as}"
             )
@@ -97,9 +96,9 @@ class MomentFormat:
     def adopt(
         self, param: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, step: int, on_host: bool
     ) -> dict[str, torch.Tensor]:
-        """What ``zeros`` makes, with the values of a moment that was stored in this or another format.
+        """The result of ``zeros``, with the values of a moment that was stored in this or another format.
 
-        The given tensors themselves when they are as wanted, else copies; converted ones are rounded.
+        The given tensors themselves if they already have this format, else copies; converted values are rounded.
         """
         local, dtype = local_of(stored), self.dtype_of(param)
         same_format = local.dtype == dtype and (scale is not None) == self.scaled(param)
@@ -129,20 +128,20 @@ class MomentFormat:
     def encode(
         self, values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, row: int, step: int
     ) -> None:
-        """Store local ``values``, which it overwrites; ``row`` is the index of the first one in the parameter."""
+        """Store local ``values``, which it overwrites; ``row``: the index, in the parameter, of their first row."""
         if scale is None:
             stored.copy_(values)
             return
         limits = torch.finfo(stored.dtype)
         largest = values.abs().amax(-1, keepdim=True)
-        # By a number CUDA multiplies with the reciprocal, which is not the CPU's quotient.
+        # For a number as divisor, CUDA multiplies with the reciprocal, which differs from the CPU's quotient.
         torch.div(largest, torch.full_like(largest, limits.max), out=scale)
         small = values > 0 if self.positive else None
         values.div_(scale.masked_fill(scale == 0, 1))
         if self.positive and stored.dtype.itemsize == 1:
             _round_dithered(values, limits, row, step)
         if small is not None:
-            # The smallest positive number of either dtype is its spacing below the smallest normal one.
+            # The smallest positive number of either dtype is its spacing below the smallest normal number.
             values.clamp_(min=0)
             values.clamp_min_(small.to(values.dtype).mul_(limits.smallest_normal * limits.eps))
         stored.copy_(values.clamp_(-limits.max, limits.max))
@@ -156,7 +155,7 @@ def first_row(param: torch.Tensor) -> int:
 def _round_dithered(scaled: torch.Tensor, limits: torch.finfo, row: int, step: int) -> None:
     """Round positive values, in units of their scale, to float8 numbers with these ``limits``, in place.
 
-    The upper neighbour is taken as often as the value is near to it, over steps as well as over elements.
+    The closer a value is to its upper neighbour, the more often it is rounded up, over steps and over elements.
     """
     columns = scaled.shape[-1]
     rows = torch.arange(row, row + scaled.numel() // columns, dtype=torch.float64, device=scaled.device)
@@ -164,7 +163,7 @@ def _round_dithered(scaled: torch.Tensor, limits: torch.finfo, row: int, step: i
     rows.mul_(_ROW_TURN).add_(step * _STEP_TURN).frac_()
     turns.mul_(_COLUMN_TURN).frac_()
     turn = rows.float()[:, None].add(turns.float()).frac_().view(scaled.shape)
-    # Below the smallest normal number the spacing stays.
+    # Below the smallest normal number the spacing is constant.
     power = scaled.float().view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     spacing = power.clamp_min_(limits.smallest_normal).mul_(limits.eps)
     scaled.div_(spacing).add_(turn).floor_().mul_(spacing)

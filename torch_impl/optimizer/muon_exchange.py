@@ -1,15 +1,15 @@
-"""How the rows of matrices come together on one rank each, and go back.
+"""Collect the rows of each matrix on one rank, and send the results back.
 
-Rows of a matrix lie on several ranks, unevenly, and some ranks may have none. Each matrix has an owner among them: the
-ranks' loads are balanced by what orthogonalizing takes. The matrices of a round travel together, in bfloat16, which is
-what they are orthogonalized in::
+The rows of a matrix are spread over several ranks, unevenly, and some ranks may have none. One rank with rows owns each
+matrix; owners are chosen to balance the cost of orthogonalization over the ranks. All matrices of a round are sent
+together, in bfloat16, the dtype in which they are orthogonalized::
 
     rank 0   a[0:3] b[0:1]    one all-to-all    a[0:3] a[3:5]    orthogonalize    one all-to-all    a[0:3] b[0:1]
     rank 1   a[3:5] b[1:7]    ------------->    b[0:1] b[1:7]    ------------>    ------------->    a[3:5] b[1:7]
 
-So a rank sends and receives, in each direction, 2 bytes for each element of its rows, but for those it owns. Where rows
-are cut over two axes of a mesh, each axis takes an all-to-all: first to the owner's coordinate on the outer axis, then
-to that on the inner one. A matrix that lies whole on one rank belongs to that rank, and does not travel.
+So a rank sends and receives, in each direction, 2 bytes for each element of its rows, except for matrices it owns. If
+rows are cut over two axes of a mesh, each axis takes an all-to-all: first to the owner's coordinate on the outer axis,
+then to the owner's coordinate on the inner axis. A matrix that is whole on one rank belongs to it and is not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Parts = dict[Coordinate, torch.Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """A matrix cut over ranks. ``rows``: how many each shard has; ``owner``: the shard that is to have all of it."""
+    """A matrix cut over ranks. ``rows``: the number of rows per shard; ``owner``: the shard that collects all rows."""
 
     rows: tuple[int, ...]
     columns: int
@@ -39,7 +39,7 @@ class Cut:
 
 
 class Exchange:
-    """Between ranks that hold rows cut over ``axes`` (outer to inner) of ``mesh``."""
+    """The exchange between ranks that hold rows cut over ``axes`` (outer to inner) of ``mesh``."""
 
     def __init__(self, mesh: DeviceMesh, axes: Sequence[int]) -> None:
         self._groups = [mesh.get_group(axis) for axis in axes]
@@ -56,11 +56,11 @@ class Exchange:
 
     @property
     def shard(self) -> int:
-        """Which shard this rank has."""
+        """The index of this rank's shard."""
         return self._shards[self._own]
 
     def together(self, cuts: Sequence[Cut], rows: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Whole matrices, by number, of those that this rank owns; ``rows``: what it has of each, in one dtype."""
+        """The whole matrices that this rank owns, by number; ``rows``: this rank's rows of each, in one dtype."""
         held: list[Parts] = [{self._own: part.reshape(-1)} for part in rows]
         for stage in range(len(self._groups)):
             held = self._moved(stage, cuts, held, rows[0], to_owner=True)
@@ -75,7 +75,7 @@ class Exchange:
     def apart(
         self, cuts: Sequence[Cut], whole: dict[int, torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """This rank's rows ``[rows, columns]`` of all matrices; ``whole``: those it owns. The way back of ``together``.
+        """This rank's rows ``[rows, columns]`` of all matrices, the inverse of ``together``; ``whole``: those it owns.
 
         ``like``: an empty tensor of the dtype and on the device of the results.
         """
@@ -92,12 +92,12 @@ class Exchange:
     def _moved(
         self, stage: int, cuts: Sequence[Cut], held: Sequence[Parts], like: torch.Tensor, *, to_owner: bool
     ) -> list[Parts]:
-        """One all-to-all over the axis ``stage``: rows that a rank holds, to or from the owner's coordinate there."""
+        """One all-to-all over the axis ``stage``: a rank's rows, to or from the owner's coordinate on that axis."""
         leaving = [list(self._travelling(stage, peer, cuts, to_owner)) for peer in range(self._sizes[stage])]
         coming = [
             list(self._travelling(stage, peer, cuts, not to_owner)) for peer in range(self._sizes[stage])
         ]
-        # What comes to an owner from a peer is what would go back to that peer.
+        # The rows that a peer sends here are the rows that the reverse exchange would send to that peer.
         parts = [held[number][at] for peer in leaving for number, at in peer]
         sent = torch.cat(parts) if parts else like.new_empty(0)
         sizes = [[self._length(cuts[number], at) for number, at in peer] for peer in coming]
@@ -119,8 +119,8 @@ class Exchange:
     def _travelling(
         self, stage: int, peer: int, cuts: Sequence[Cut], to_owner: bool
     ) -> Iterator[tuple[int, Coordinate]]:
-        """What this rank gives to ``peer`` on the way to owners, or on the way back (what ``peer`` had given)."""
-        # The coordinate on this axis of the rank that has the rows, and of the owner's side.
+        """The rows that this rank sends to ``peer`` on the way to owners, or returns to ``peer`` on the way back."""
+        # The coordinates on this axis of the rank that has the rows, and of the owner.
         source, target = (self._own[stage], peer) if to_owner else (peer, self._own[stage])
         for number, cut in enumerate(cuts):
             owner = self._places[cut.owner]

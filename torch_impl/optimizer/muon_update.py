@@ -1,6 +1,6 @@
-"""One Muon update of many matrices, of which this rank may hold some rows only.
+"""One Muon update of many matrices, of which this rank may hold only some rows.
 
-Of each matrix, the arithmetic of ``torch.optim.Muon``; every rounding is torch's::
+For each matrix this is the arithmetic of ``torch.optim.Muon``, with the same roundings::
 
     1   m = lerp(m, g, 1 - momentum)                    this rank's rows, in the dtype of the update
     2   u = lerp(g, m, momentum) with nesterov, else m
@@ -8,14 +8,14 @@ Of each matrix, the arithmetic of ``torch.optim.Muon``; every rounding is torch'
     4   w = w * (1 - lr * weight_decay)                 this rank's rows
     5   w = w - adjusted lr * o
 
-A parameter of more than two dimensions is a stack of matrices, each of which is a matrix of its own. Which ranks have a
-matrix whole for line 3 depends on how the parameter is placed:
+A parameter of more than two dimensions is a stack of separate matrices. The placement of the parameter determines which
+ranks have a matrix whole for line 3:
 
-whole       on every rank (replicas), or on one rank (``granularity="tensor"``): nothing travels
-rows        on several ranks: each matrix on its owner, see ``muon_exchange``; two all-to-alls a round and axis
+whole       on every rank (replicas), or on one rank (``granularity="tensor"``): nothing is sent
+rows        on several ranks: each matrix on its owner, see ``muon_exchange``; two all-to-alls per round and axis
 otherwise   (tensor parallelism): on every rank, after an all-gather of the parameter over each axis
 
-Ranks that hold replicas compute the same.
+Ranks that hold replicas compute the same update.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Orthogonalized = Callable[[Sequence["_Matrix"], list[torch.Tensor]], list[torch.
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """A matrix of a parameter, or what this rank holds of it; a stack where all of a parameter is gathered.
+    """A matrix of a parameter, or this rank's part of it; the whole stack if all of a parameter is gathered.
 
-    ``part``: takes its part of the parameter's local tensors. ``shape``: of the whole matrix.
+    ``part``: selects the matrix from the parameter's local tensors. ``shape``: of the whole matrix.
     """
 
     update: ParameterUpdate
@@ -64,9 +64,9 @@ class _Matrix:
 
 
 def update_matrices(updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
-    """Update parameters on one device by local gradients of any floating dtype; ranks that share rows do so together.
+    """Update parameters on one device by local gradients of any floating dtype, together with ranks that share rows.
 
-    All ranks give the same parameters in the same order.
+    All ranks pass the same parameters in the same order.
     """
     token = collectives.PURPOSE.set("muon")
     try:
@@ -81,7 +81,7 @@ def update_matrices(updates: Updates, grads: Tensors, group: Group, transfers: T
 def _by_placement(
     updates: Updates, grads: Tensors, group: Group
 ) -> Iterable[tuple[list[list[_Matrix]], Orthogonalized]]:
-    """Matrices by turns, and what makes their updates orthogonal."""
+    """Matrices in rounds, each with the function that orthogonalizes its updates."""
     here: list[_Matrix] = []
     gathered: list[_Matrix] = []
     cut: dict[Any, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
@@ -129,7 +129,7 @@ def _only_rows(param: DTensor) -> bool:
 
 
 def _whole_matrices(update: ParameterUpdate, grad: torch.Tensor) -> list[_Matrix]:
-    """Of a parameter that this rank has whole, and in its own shape."""
+    """The matrices of a parameter that this rank has whole, in the parameter's own shape."""
     shape = tuple(update.shape)
 
     def at(index: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -150,7 +150,7 @@ def _rows(update: ParameterUpdate, grad: torch.Tensor, start: int, stop: int) ->
 def _owned(
     exchange: Exchange, members: Sequence[tuple[ParameterUpdate, torch.Tensor]]
 ) -> tuple[list[_Matrix], list[tuple[_Matrix, Cut]]]:
-    """Matrices that this rank has whole, and those whose rows are on several ranks, with their owners."""
+    """Matrices that are whole on this rank, and matrices whose rows are on several ranks, with their owners."""
     own: list[_Matrix] = []
     matrices: list[tuple[_Matrix, tuple[int, ...]]] = []
     loads: list[float] = []
@@ -201,7 +201,7 @@ def _turn(
 def _accumulated(
     matrix: _Matrix, stored: torch.Tensor, scale: torch.Tensor | None, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Lines 1 and 2; in bfloat16."""
+    """Lines 1 and 2; the result is in bfloat16."""
     moment_format: MomentFormat = matrix.update.formats[0]
     dtype = matrix.update.dtype
     grad = matrix.part(matrix.grad).to(dtype)
@@ -211,7 +211,7 @@ def _accumulated(
         moment_format.decode(stored, scale, moment)
     moment.lerp_(grad, 1 - group["momentum"])
     direction = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
-    # A copy, since the moment may be bfloat16 and goes on.
+    # A copy, since the moment may be bfloat16 and must be kept.
     direction = direction.to(torch.bfloat16, copy=True)
     if moment is not stored and moment.numel():
         moment_format.encode(moment, stored, scale, 0, 0)
@@ -219,7 +219,7 @@ def _accumulated(
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Line 3, of bfloat16 ``[rows, columns]``, which is overwritten: a matrix whose singular values are near to 1."""
+    """Line 3, on bfloat16 ``[rows, columns]``, which is overwritten: returns a matrix with singular values near 1."""
     a, b, c = group["ns_coefficients"]
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
@@ -232,7 +232,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _gathered(matrix: _Matrix, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """All matrices of a parameter on every rank; this rank's part of the result."""
+    """Gather all matrices of a parameter on every rank; returns this rank's part of the result."""
     param = checked_dtensor(matrix.update.param)
     whole = gather(value, param.shape, param.device_mesh, param.placements)
     for index in itertools.product(*map(range, param.shape[:-2])):

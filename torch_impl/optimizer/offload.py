@@ -1,13 +1,13 @@
-"""Tensors in CPU memory, updated on the device: batches travel there and back while others are computed.
+"""Update tensors that are stored in CPU memory on the device: transfers overlap with updates of other batches.
 
     in       | batch 0 | batch 1 | batch 2 |
     compute            |0|       |1|       |2|
     out                  | batch 0 | batch 1 | batch 2 |
 
-Both directions of the bus are busy at once, and at most two batches are on the device. After the last batch all tensors
-are back in CPU memory: a reader of the state has nothing to wait for.
+Both directions of the bus are busy at the same time, and at most two batches are on the device. After the last batch,
+all tensors are back in CPU memory, so a reader of the state need not wait.
 
-On a machine without a device the CPU plays both parts: batches are copied to other memory and back, by the same loop.
+On a machine without a device, the CPU plays both parts: the same loop copies batches to other memory and back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.core.sharding.policy.offload_share import OffloadShare
 
 @dataclass
 class Batch:
-    """Tensors that live in CPU memory, and their copies on the device. ``event``: the end of the transfer under way."""
+    """Tensors in CPU memory and their copies on the device. ``event``: the end of the transfer in progress."""
 
     homes: Sequence[torch.Tensor]
     copies: list[torch.Tensor]
@@ -32,10 +32,10 @@ class Batch:
 
 
 class Transfers(ABC):
-    """The order of transfers and waits; subclasses say what they are on a device."""
+    """The order of transfers and waits; subclasses implement them for a device."""
 
     def stream(self, batches: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """Yield copies of each batch on the device; what the caller changes in them before the next goes back."""
+        """Yield copies of each batch on the device; the caller's changes to them are sent back at the next batch."""
         if not batches:
             return
         leaving: Batch | None = None
@@ -47,7 +47,7 @@ class Transfers(ABC):
                 yield batch.copies
                 self.send_back(batch)
                 if leaving is not None:
-                    # Its memory is what the next batch will take.
+                    # The next batch will reuse its memory.
                     self.await_sent(leaving)
                 leaving = batch
                 if following is not None:
@@ -62,15 +62,15 @@ class Transfers(ABC):
 
     @abstractmethod
     def await_fetched(self, batch: Batch) -> None:
-        """Let the computation wait for the copies."""
+        """Make the computation wait for the copies."""
 
     @abstractmethod
     def send_back(self, batch: Batch) -> None:
-        """Start copying back, after what has been computed."""
+        """Start copying back, after the computation enqueued until now."""
 
     @abstractmethod
     def await_sent(self, batch: Batch) -> None:
-        """Return when CPU memory holds the batch."""
+        """Return when the batch is in CPU memory."""
 
 
 def transfers_for(device: torch.device) -> Transfers:
@@ -79,7 +79,7 @@ def transfers_for(device: torch.device) -> Transfers:
 
 
 class CpuTransfers(Transfers):
-    """Copies within CPU memory, done when they start."""
+    """Copies within CPU memory, complete when the starting call returns."""
 
     def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
         return Batch(homes, [home.clone() for home in homes])
@@ -104,7 +104,7 @@ class CudaTransfers(Transfers):
 
     def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
         with torch.cuda.stream(self._in):
-            # Allocated on this stream, so the allocator must be told who else reads: ``_hold``.
+            # Allocated on this stream, so ``_hold`` must tell the allocator which other stream reads.
             copies = [home.to(self._device, non_blocking=True) for home in homes]
             return Batch(homes, copies, self._in.record_event())
 
@@ -115,7 +115,7 @@ class CudaTransfers(Transfers):
         self._hold(batch, compute)
 
     def send_back(self, batch: Batch) -> None:
-        # The copies hold the update only when the computation so far is done.
+        # The copies hold the update only when the preceding computation is done.
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             for home, copy in zip(batch.homes, batch.copies, strict=True):
@@ -124,20 +124,20 @@ class CudaTransfers(Transfers):
         self._hold(batch, self._out)
 
     def await_sent(self, batch: Batch) -> None:
-        # The program reads this memory next, to save it or for the next step, and asks no stream.
+        # The program next reads this memory without a stream, to save it or for the next step.
         batch.event.synchronize()
 
     def _hold(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        # The allocator knows only the stream on which memory was taken.
+        # The allocator knows only the stream on which memory was allocated.
         for copy in batch.copies:
             copy.record_stream(stream)
 
 
 class Share(OffloadShare):
-    """Picks tensors one by one so that the picked ones are ``fraction`` of all elements, to within one tensor."""
+    """Selects tensors one by one so that their elements are ``fraction`` of all elements, to within one tensor."""
 
     def __init__(self, fraction: float) -> None:
-        """Raises ValueError for a fraction outside [0, 1], TypeError for what is no number."""
+        """Raises ValueError for a fraction outside [0, 1], TypeError for anything but a number."""
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise TypeError(f"offload_fraction: expected a number from 0 to 1, got {fraction!r}")
         if not 0 <= fraction <= 1:

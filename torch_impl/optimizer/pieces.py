@@ -1,11 +1,11 @@
-"""Tensors of a staged update cut into pieces, so that an update needs memory for one chunk whatever is updated.
+"""Tensors of a staged update cut into pieces, so that an update needs memory for one chunk, whatever is updated.
 
     tensor of 5 rows, chunks of 2 rows      chunk 0    chunk 1    chunk 2
     |r0 r1 r2 r3 r4| |small|                |r0 r1|    |r2 r3|    |r4 small|
 
-A piece is whole rows where a moment has a scale for each row, else any run of elements. Every piece but a tensor's last
-has a multiple of ``VECTOR`` elements: torch's CPU kernel rounds what is left after a tensor's last whole vector
-otherwise (``update.py``, line 4), and so gives a piece the bits that it gives the tensor.
+A piece consists of whole rows if a moment has a scale for each row, else of any run of elements. Every piece except a
+tensor's last has a multiple of ``VECTOR`` elements. Torch's CPU kernel rounds the elements after a tensor's last whole
+vector differently (``update.py``, line 4), so this gives a piece the same bits as the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Moments = list[tuple[torch.Tensor, torch.Tensor | None]]
 class UpdatePiece:
     """Part of a parameter's update: local tensors of one shape, or views of their parts.
 
-    ``moments``: each one's stored values and scale or None. ``row``: the index, in the parameter, of the first row.
-    ``dtype``: of the update. ``remainder``: that of the weight, if it has one.
+    ``moments``: for each, the stored values and the scale or None. ``row``: the index, in the parameter, of the first
+    row. ``dtype``: of the update. ``remainder``: the weight's remainder, if it has one.
     """
 
     weight: torch.Tensor
@@ -43,15 +43,15 @@ class UpdatePiece:
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """The moments and scales, all that is fetched and sent back when they are offloaded."""
+        """The moments and scales: the tensors that are fetched and sent back when they are offloaded."""
         return [tensor for pair in self.moments for tensor in pair if tensor is not None]
 
 
 def cut(piece: UpdatePiece) -> Iterator[UpdatePiece]:
-    """A whole tensor's update in pieces of ``CHUNK`` elements or fewer."""
+    """A whole tensor's update in pieces of at most ``CHUNK`` elements."""
     numel = piece.weight.numel()
     values = [piece.weight, piece.grad, *(tensor for tensor, _ in piece.moments)]
-    # Pieces of a tensor with gaps, or in another order, would be no views.
+    # Pieces of a tensor with gaps, or in another order, could not be views.
     if numel <= CHUNK or not all(tensor.is_contiguous() for tensor in values):
         yield piece
         return
@@ -82,7 +82,7 @@ def cut(piece: UpdatePiece) -> Iterator[UpdatePiece]:
 
 
 def chunks(pieces: Sequence[UpdatePiece]) -> Iterator[list[UpdatePiece]]:
-    """Consecutive pieces, cut, of one dtype and up to ``CHUNK`` elements together."""
+    """Lists of consecutive pieces of one dtype, with up to ``CHUNK`` elements together."""
     chunk: list[UpdatePiece] = []
     size = 0
     for whole in pieces:

@@ -1,14 +1,14 @@
-"""One update of many local tensors; AdamW by torch's fused kernel.
+"""One update of many local tensors; AdamW uses torch's fused kernel.
 
 resident    weight, gradient and moments in one dtype on the device: all such tensors in one call, in place
-staged      all others, in chunks of bounded size: what must be converted, joined with its remainder or fetched is
-            copied and written back
+staged      all others, in chunks of bounded size: tensors that must be converted, joined with a remainder or fetched
+            are copied and written back
 
-Updates are computed in float32, of float64 weights in float64, and rounded once to the dtype of what is stored.
+Updates are computed in float32 (float64 for float64 weights) and rounded once to the stored dtype.
 
-Step ``t`` = 1, 2, ... of every element by the CPU kernel, the list of ``jax_impl.optimizer.main_weight_adamw``. ``[x]``
-is a scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is
-``x * y + z`` rounded once::
+Step ``t`` = 1, 2, ... for every element by the CPU kernel, the same list as in
+``jax_impl.optimizer.main_weight_adamw``. ``[x]`` is a scalar computed in doubles and rounded once to the dtype of the
+update. Every operation rounds; ``fma(x, y, z)`` is ``x * y + z`` rounded once::
 
     1   g = the gradient in the dtype of the update
     2   w = w * [fma(-lr, weight_decay, 1)]
@@ -18,11 +18,11 @@ is a scalar computed in doubles and rounded once to the dtype of the update. Eve
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
-The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits. The CUDA kernel has
-other last bits: its line 3 is ``m = fma([b1], m, (1 - [b1]) * g)``, with ``1 - [b1]`` in float32.
+Because of the two forms of line 4, the same elements may differ in their last bits if they are cut differently. The
+CUDA kernel has other last bits: its line 3 is ``m = fma([b1], m, (1 - [b1]) * g)``, with ``1 - [b1]`` in float32.
 
-With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode=False`` (torch's fused Adam) line 2 is,
-if ``weight_decay`` is not 0::
+With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode=False`` (torch's fused Adam), and if
+``weight_decay`` is not 0, line 2 is::
 
     2   g = fma(w, [weight_decay], g)
 """
@@ -49,17 +49,17 @@ Group: TypeAlias = Mapping[str, Any]
 """A parameter group of an optimizer: its options by name."""
 Kernel: TypeAlias = Callable[[Tensors, Tensors, Sequence[Tensors], Tensors, Group], None]
 """Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
-# A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
+# After this number of steps, in the range of float32, the initial zeros no longer influence the moments.
 _FOREVER = 1e30
 
 
 @dataclass(slots=True, eq=False)
 class ParameterUpdate:
-    """What an update of one parameter needs of it, looked up once. ``state`` is the optimizer's, in ``formats``.
+    """The data of one parameter that its update needs, looked up once. ``state`` is the optimizer's, in ``formats``.
 
-    ``moments``: each moment's stored local tensor and its scale or None, as they lie in ``state``; there may be none,
-    and then no step either.
-    ``made_by_unit``: the parameter is what ``fully_shard`` makes of one.
+    ``moments``: each moment's stored local tensor and its scale or None, the same tensors as in ``state``. Without
+    moments there is no step either.
+    ``made_by_unit``: the parameter is what ``fully_shard`` made of the original parameter.
     """
 
     param: nn.Parameter
@@ -103,7 +103,7 @@ class ParameterUpdate:
         self._weight_dtype = self.weight.dtype
 
     def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:
-        """Whether parameter and state are still made of these tensors."""
+        """Whether parameter and state still consist of these tensors."""
         return (
             state is self.state
             and plain_values(self.param) is self.weight
@@ -113,7 +113,7 @@ class ParameterUpdate:
         )
 
     def piece(self, grad: torch.Tensor) -> UpdatePiece:
-        """All of the update, by the local gradient."""
+        """The whole update, with the local gradient."""
         row = first_row(self.param)
         return UpdatePiece(
             self.weight, grad, self.moments, self.formats, self.step, row, self.dtype, self.remainder
@@ -128,8 +128,8 @@ def update(
 ) -> None:
     """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
 
-    ``kernel`` computes, on tensors of one dtype; ``rounds_once``: also of half precision, in float32 up to the end.
-    Steps are counted already. Local tensors without elements are skipped.
+    ``kernel`` computes, on tensors of one dtype; ``rounds_once``: whether it rounds half precision once,
+    after computing in float32. Steps are already counted. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
     at_home: list[UpdatePiece] = []
@@ -200,7 +200,7 @@ def _empty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor itself, or a copy in the dtype and memory order that one fused call needs of all."""
+    """The tensor itself, or a copy in the dtype and memory order that all tensors of one fused call need."""
     if tensor.dtype == dtype and tensor.stride() == weight.stride():
         return tensor
     return _empty(weight, dtype).copy_(tensor)
@@ -213,13 +213,13 @@ def fused_adamw(
     steps: Sequence[torch.Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """AdamW of tensors on one device in one dtype, in place. ``moments``: of each weight the first and the second."""
+    """AdamW of tensors on one device in one dtype, in place. ``moments``: first and second moment of each weight."""
     device = weights[0].device
     if not group["bias_correction"]:
-        # Every beta below 1, as a double, raised to this power is 0: the kernel's corrections are exactly 1.
+        # Every beta below 1, as a double, raised to this power is 0, so the kernel's corrections are exactly 1.
         steps = [torch.full_like(step, _FOREVER) for step in steps]
     if steps[0].device != device:
-        # One transfer for all, without waiting for the device.
+        # One transfer for all steps, without waiting for the device.
         steps = list(torch.stack(list(steps)).to(device, non_blocking=True).unbind())
     kernel = torch._fused_adamw_ if group["adam_w_mode"] else torch._fused_adam_
     kernel(

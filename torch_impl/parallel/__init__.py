@@ -1,1 +1,1 @@
-"""Modules cut over a model axis by a policy: what is cut, how such modules compute, and what they exchange."""
+"""Modules that a policy cuts over a model axis: their cuts, their computation, and their communication."""

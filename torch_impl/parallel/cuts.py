@@ -1,4 +1,4 @@
-"""What a policy cuts over model axes: modules, their parameters, and along which dimension.
+"""The cuts of a policy over model axes: modules, their parameters, and the dimension of each cut.
 
 Everything is checked before a model is changed.
 """
@@ -37,11 +37,11 @@ _KINDS: dict[tuple[type[nn.Module] | None, str], type[ComputesOnParts]] = {
 
 @dataclass(frozen=True)
 class ModuleCuts:
-    """One module that computes on cut parameters: ``cuts`` by the name of the parameter below it.
+    """One module that computes on cut parameters; ``cuts`` by the parameter's name below the module.
 
     axes: the model axes over which parameters are cut, in the order of the mesh.
-    style: "colwise" or "rowwise" of a linear module or an embedding, else None: it computes on DTensors.
-    gathers: whether a colwise linear module makes its output whole.
+    style: "colwise" or "rowwise" for a linear module or an embedding, else None: the module computes on DTensors.
+    gathers: whether a colwise linear module gathers its whole output.
     """
 
     path: str
@@ -53,7 +53,7 @@ class ModuleCuts:
 
 
 def plan_cuts(policy: ShardingPolicy, model: nn.Module, sizes: Mapping[str, int]) -> list[ModuleCuts]:
-    """What ``policy`` cuts of ``model`` over axes of ``sizes``. Raises PolicyError naming module or parameter."""
+    """The cuts of ``policy`` in ``model`` over axes of ``sizes``. Raises PolicyError naming module or parameter."""
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
     policy.check_model_axes(_cut_by_model(params.values()))
@@ -80,9 +80,9 @@ def _in_order(module_cuts: ModuleCuts, axes: Iterable[str]) -> ModuleCuts:
 
 
 def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module) -> None:
-    """Mark parameters, so that they are cut when they are sharded, and have modules compute on parts.
+    """Mark parameters, so that they are cut when they are sharded, and make modules compute on parts.
 
-    mesh: with the data-parallel and the model axes, by name.
+    mesh: contains the data-parallel and the model axes, by name.
     """
     for module_cuts in planned:
         axes = mesh[module_cuts.axes]
@@ -93,7 +93,7 @@ def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module
         )
         for name, param in module_cuts.module.named_parameters():
             cuts = {cut.axis: cut for cut in module_cuts.cuts.get(name, ())}
-            # A bias that is added once is like any parameter outside of the module.
+            # A bias that is added once is treated like any parameter outside the module.
             if cuts or module_cuts.style is None:
                 placements = tuple(_placement(cuts.get(axis)) for axis in module_cuts.axes)
                 mark(param, TensorParallel(axes, placements, param.shape, param.stride()))
@@ -123,12 +123,12 @@ def _cut_by_model(params: Iterable[nn.Parameter]) -> set[str]:
 
 
 def _add(by_path: dict[str, ModuleCuts], new: ModuleCuts) -> None:
-    """Join cuts of one module, which several entries may name by its parameters."""
+    """Join cuts of one module when several entries name parameters of it."""
     before = by_path.setdefault(new.path, new)
     if before is not new:
         if before.style is not None or new.style is not None:
             raise PolicyError(
-                f"{new.path}: expected a module that is cut by a style or parameters of it, got both"
+                f"{new.path}: expected a module that is cut either by a style or by its parameters, got both"
             )
         names = [*before.cuts, *new.cuts]
         joined = {name: (*before.cuts.get(name, ()), *new.cuts.get(name, ())) for name in names}
@@ -139,7 +139,7 @@ def _of_module(path: str, module: nn.Module, entries: Iterable[ParallelPolicy]) 
     entries = tuple(entries)
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise PolicyError(f"{path}: expected a module with a forward, got {type(module).__name__}")
-    # Two axes that cut one linear module leave no rank with a part that the other styles could exchange.
+    # If two axes cut one linear module, no rank has a part that the other styles could exchange.
     if len(entries) == 1 and entries[0].style in FEATURE_STYLES:
         (entry,) = entries
         return ModuleCuts(path, module, _of_style(path, module, entry), entry.style)
@@ -167,7 +167,7 @@ def _of_parameter(
     for entry in entries:
         if entry.style in FEATURE_STYLES:
             raise PolicyError(
-                f"{path}.{name}: expected the path of a module for style {entry.style!r}, got that of a parameter; "
+                f"{path}.{name}: expected the path of a module for style {entry.style!r}, got the path of a parameter; "
                 f"name {path!r}, or give the dimension instead of a style"
             )
     return ModuleCuts(
@@ -186,8 +186,8 @@ def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, 
     assert entry.style is not None
     if module_class is None or "forward" in vars(module):
         raise PolicyError(
-            f"{path}: expected nn.Linear or nn.Embedding with a forward of its own for style {entry.style!r}, got "
-            f"{type(module).__name__}; say the dimension to cut instead of a style (the module then computes on "
+            f"{path}: expected an unmodified nn.Linear or nn.Embedding forward for style {entry.style!r}, got "
+            f"{type(module).__name__}; give the dimension to cut instead of a style (the module then computes on "
             "DTensors), or cut the modules below it"
         )
     if module_class is nn.Embedding:
@@ -211,7 +211,7 @@ def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, 
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """The class whose forward the module has, None for any other."""
+    """The class whose forward the module has; None for any other forward."""
     for module_class in (nn.Linear, nn.Embedding):
         if isinstance(module, module_class) and type(module).forward is module_class.forward:
             return module_class
@@ -223,7 +223,7 @@ def _check_apart(by_path: Mapping[str, ModuleCuts]) -> None:
         outer = path.rpartition(".")[0]
         while outer:
             if outer in by_path:
-                raise PolicyError(f"expected modules apart from each other, got {path!r} inside of {outer!r}")
+                raise PolicyError(f"expected modules that are not nested, got {path!r} inside {outer!r}")
             outer = outer.rpartition(".")[0]
 
 
@@ -254,7 +254,7 @@ def _check_parameters(
 
 
 def _gathers(module_cuts: ModuleCuts, by_path: Mapping[str, ModuleCuts]) -> bool:
-    """Whether a colwise linear module must make its output whole: no rowwise one beside it comes after it."""
+    """Whether a colwise linear module must gather its whole output: no rowwise sibling follows it."""
     if module_cuts.style != "colwise" or _kind_of(module_cuts.module) is not nn.Linear:
         return False
     around, paths = module_cuts.path.rpartition(".")[0], list(by_path)

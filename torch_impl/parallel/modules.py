@@ -1,14 +1,14 @@
-"""How a module computes whose parameters are cut over a model axis.
+"""The computation of a module whose parameters are cut over a model axis.
 
 ::
 
-    nn.Linear      colwise    enter, this rank's output features; gathered where no rowwise module follows
-                   rowwise    this rank's input features (of whole inputs its part is taken), leave, then the bias
+    nn.Linear      colwise    enter, this rank's output features; gathered if no rowwise module follows
+                   rowwise    this rank's input features (its part, if inputs are whole), leave, then the bias
     nn.Embedding   colwise    this rank's columns, gathered
-                   rowwise    this rank's rows, zeros for others' tokens, leave
-    any other                 as it is, on DTensors: inputs and other parameters replicated, outputs made whole
+                   rowwise    this rank's rows, zeros for tokens of other ranks, leave
+    any other                 unchanged, on DTensors: inputs and other parameters replicated, outputs made whole
 
-A module keeps its identity and its attributes. Its class becomes a subclass with another forward, as that of a unit.
+A module keeps its identity and its attributes. Its class becomes a subclass with another forward, as for a unit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_impl.dtensor.placement import row_axes
 from torch_impl.parallel import regions
 from torch_impl.runtime.ground.tensor_parallel import SUMMED
 
-# What modules beside each other have entered, an attribute of the module around them.
+# The inputs that sibling modules have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"
 _cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
 
@@ -41,8 +41,8 @@ class CutModule:
     """How a module is cut.
 
     mesh: the model axes over which it is cut; one unless it computes on DTensors.
-    around: the module that it belongs to, with those between colwise and rowwise.
-    gathers: whether a colwise module makes its output whole.
+    around: the parent module, which also contains the modules between colwise and rowwise.
+    gathers: whether a colwise module gathers its whole output.
     fused: relative sizes of the tensors that the cut dimension holds.
     """
 
@@ -58,7 +58,7 @@ class CutModule:
 
 
 class ComputesOnParts:
-    """Mixed in: ``_cut`` says how."""
+    """Mixed into the class of a cut module; ``_cut`` says how it is cut."""
 
     _cut: CutModule
 
@@ -68,20 +68,20 @@ class ComputesOnParts:
         return weight
 
     def _local(self, name: str) -> torch.Tensor | None:
-        """This rank's part of a parameter, None for one that the module has not."""
+        """This rank's part of a parameter, None if the module does not have the parameter."""
         param = getattr(self, name)
         if not isinstance(param, DTensor):
             return param
         if row_axes(param.placements):
             raise RuntimeError(
                 f"{self._cut.path}: expected whole weights, got sharded ones; call the unit around the module, or "
-                "unshard() it first"
+                "call its unshard() first"
             )
         return param.to_local()
 
 
 class ColwiseLinear(ComputesOnParts):
-    """``[..., in]`` to this rank's ``[..., out]``, or all of it."""
+    """``[..., in]`` to this rank's part of ``[..., out]``, or to all of it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cut = self._cut
@@ -89,7 +89,7 @@ class ColwiseLinear(ComputesOnParts):
         return regions.gather(y, cut.group, cut.fused) if cut.gathers else y
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in the region, once for modules beside each other: the sum of their gradients takes one all-reduce."""
+        """``x`` in the region, entered once for all siblings, so the sum of their gradients takes one all-reduce."""
         group, beside = self._cut.group, vars(self._cut.around)
         before = beside.get(_ENTERED)
         if before is not None and before[0] is x and before[1].requires_grad == _differentiable(x):
@@ -102,7 +102,7 @@ class ColwiseLinear(ComputesOnParts):
 
 
 class RowwiseLinear(ComputesOnParts):
-    """This rank's ``[..., in]``, or all of it, to ``[..., out]``."""
+    """This rank's part of ``[..., in]``, or all of it, to ``[..., out]``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cut, weight = self._cut, self._weight()
@@ -111,30 +111,30 @@ class RowwiseLinear(ComputesOnParts):
         if x.shape[-1] == weight.shape[1] * ranks:
             x = regions.scatter(x, cut.group, cut.fused)
         elif x.requires_grad:
-            # In every forward: what is frozen, and which way a forward goes, may change.
+            # In every forward, because frozen parameters and the path of a forward may change.
             self._sum_gradients(x)
         y = regions.leave(F.linear(x, weight), cut.group)
         bias = self._local("bias")
         return y if bias is None else y + bias
 
     def _sum_gradients(self, x: torch.Tensor) -> None:
-        """Have parameters inside of the region, of which each rank's gradient is a part, get the sum."""
+        """Sum gradients of parameters inside the region over the ranks, because each rank has only a term."""
         group, own = self._cut.group, set(map(id, self._cut.around.parameters()))
         params, passed = regions.whole_values_inside(x)
         if passed:
             raise RuntimeError(
                 f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
-                "parameters besides them, got one that also depends on the whole output of another cut module, which "
-                "would get a part of its gradient; cut the module that the output comes through, or leave this one "
-                "whole"
+                "parameters next to them, got one that also depends on the whole output of another cut module, which "
+                "would get only a part of its gradient; cut the module through which the output passes, or leave this "
+                "module whole"
             )
         for param in params:
             if id(param) not in own:
                 raise RuntimeError(
                     f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
-                    f"parameters besides them, got one that also depends on a parameter of shape {tuple(param.shape)} "
-                    "elsewhere, which would get a part of its gradient; cut the module that it comes through, or "
-                    "leave this one whole"
+                    f"parameters next to them, got one that also depends on a parameter of shape {tuple(param.shape)} "
+                    "elsewhere, which would get only a part of its gradient; cut the module through which it passes, "
+                    "or leave this module whole"
                 )
             # A unit sums in the dtype of its reductions, which may be wider than the gradient's.
             if not hasattr(param, SUMMED):
@@ -152,7 +152,7 @@ class ColwiseEmbedding(ComputesOnParts):
 
 
 class RowwiseEmbedding(ComputesOnParts):
-    """Tokens to whole vectors, of which each rank has some."""
+    """Tokens to whole vectors; each rank holds the vectors of some tokens."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self._weight()
@@ -161,7 +161,7 @@ class RowwiseEmbedding(ComputesOnParts):
         first = rows * self._cut.mesh.get_local_rank()
         own = tokens - first
         inside = (own >= 0) & (own < rows)
-        # Tokens that no rank has are an error on all ranks, as without the cut.
+        # A token that no rank has is an error on all ranks, as without the cut.
         legal = (tokens >= 0) & (tokens < known)
         own = own.where(inside, torch.where(legal, 0, known))
         if padding is not None:
@@ -194,9 +194,9 @@ class OnDTensors(ComputesOnParts):
 
 
 class _Spreading(TorchFunctionMode):
-    """Plain tensors with DTensors on ``mesh``, such as buffers and masks, are equal on all ranks: ``spread`` them.
+    """``spread`` plain tensors in operations with DTensors on ``mesh``: buffers and masks are equal on all ranks.
 
-    Torch's ``implicit_replication`` does not reach what backward has saved.
+    Torch's ``implicit_replication`` does not apply to tensors that backward has saved.
     """
 
     def __init__(self, mesh: DeviceMesh, spread: Callable[[Any], Any]) -> None:
@@ -206,7 +206,7 @@ class _Spreading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
-        # A unit's own work inside is on its sharded tensors.
+        # A unit's own work inside uses its sharded tensors.
         if any(type(leaf) is DTensor and leaf.device_mesh == self._mesh for leaf in leaves):
             args, kwargs = pytree.tree_map(self._spread, (args, kwargs))
         return func(*args, **kwargs)
@@ -217,14 +217,14 @@ def _differentiable(x: torch.Tensor) -> bool:
 
 
 def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Module]:
-    """With the name of ``cls``, as reports show it; one for each class, so that modules of one class stay of one."""
+    """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
     if (mixin, cls) not in _cut_classes:
         _cut_classes[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     return _cut_classes[mixin, cls]
 
 
 def cut_module(module: nn.Module, part_class: type[ComputesOnParts], cut: CutModule) -> None:
-    """Have ``module`` compute as ``part_class`` does."""
+    """Make ``module`` compute as ``part_class`` does."""
     module.__class__ = _cut_class(part_class, type(module))
-    # Not by setattr: ``around`` would become a child.
+    # Not with setattr: ``around`` would become a child module.
     vars(module)["_cut"] = cut

@@ -1,24 +1,24 @@
-"""Where values that are equal on all ranks of a model axis become parts of values, and where they are made whole again.
+"""The borders between values that are equal on all ranks of a model axis and values that are parts.
 
 ::
 
     x, equal on all ranks      enter      |  its part on each rank  |    leave       y, equal on all ranks
     ------------------------------------->|  colwise ... rowwise    |-------------------------------------->
-    backward: sum of the ranks' gradients |                         | backward: the gradient as it is
+    backward: sum of the ranks' gradients |                         | backward: the gradient unchanged
 
-``gather`` makes whole values of the ranks' parts of the last dimension, ``scatter`` takes this rank's part: each is the
-other's backward. What is equal on all ranks has equal gradients on all ranks, never parts of a sum.
+``gather`` makes whole values from the ranks' parts of the last dimension, ``scatter`` takes this rank's part: each is
+the other's backward. A value that is equal on all ranks has equal gradients on all ranks, never terms of a sum.
 
 ::
 
              forward          backward
-    enter    as it is         all-reduce
-    leave    all-reduce       as it is
+    enter    unchanged        all-reduce
+    leave    all-reduce       unchanged
     gather   all-gather       own part
     scatter  own part         all-gather
 
-Parameters that are not cut, but are used between enter and leave (a norm of queries by head), would get parts of their
-gradients. ``whole_values_inside`` finds them in the graph of autograd.
+Parameters that are not cut, but are used between enter and leave (such as a norm of queries by head), would get only
+terms of their gradients. ``whole_values_inside`` finds them in autograd's graph.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``x``, equal on all ranks, for computations that differ by rank; its gradients are summed."""
+    """``x``, equal on all ranks, for computations that differ between ranks; its gradients are summed."""
     return _apply(_Enter, x, group)
 
 
@@ -88,7 +88,7 @@ def leave(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup, fused: tuple[int, ...] = (1,)) -> torch.Tensor:
-    """Whole values of the ranks' parts of the last dimension, which holds tensors of relative sizes ``fused``."""
+    """Whole values from the ranks' parts of the last dimension, which holds tensors of relative sizes ``fused``."""
     return _apply(_Gather, x, group, fused)
 
 
@@ -98,7 +98,7 @@ def scatter(x: torch.Tensor, group: dist.ProcessGroup, fused: tuple[int, ...] = 
 
 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the ranks' values, in memory of its own."""
+    """The sum of the ranks' values, in new memory."""
     total = values.clone(memory_format=torch.contiguous_format)
     with _for_activations():
         collectives.all_reduce(total, group)
@@ -108,7 +108,7 @@ def sum_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def whole_values_inside(x: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
     """Whole values from which ``x`` was computed without passing ``enter``: each would get a part of its gradient.
 
-    x: inside of a region, such as the input of a rowwise module.
+    x: a value inside a region, such as the input of a rowwise module.
 
     Returns the parameters that are not cut, and whether the whole output of another cut module is among the values.
     """

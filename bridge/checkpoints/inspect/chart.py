@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoints.inspect.summary import MAX_BARS
+from bridge.core.extras import why_no_pictures
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.sharding import Layout
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks, row_bars
@@ -105,6 +106,8 @@ def chunks_figure(tensors: Sequence[TensorInfo]) -> Figure:
 
 def check_picture_path(path: Path) -> None:
     """PictureError unless a picture can be written there."""
+    if (reason := why_no_pictures()) is not None:
+        raise PictureError(reason)
     if path.suffix.lower() not in SUFFIXES:
         raise PictureError(f"picture {path}: expected a name ending in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
@@ -125,10 +128,10 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def _canvas(rows: int) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PictureError(f"pictures need matplotlib: expected it to be installed, got {error}") from None
+    if (reason := why_no_pictures()) is not None:
+        raise PictureError(reason)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(_WIDTH + 1, 1.0 + 0.3 * max(rows, 1)), layout="constrained")
     axis = figure.subplots()
     axis.spines[:].set_visible(False)

@@ -1,6 +1,6 @@
 """Ray as the cluster: each part is a task; a task whose worker or machine is lost is submitted again.
 
-Needs the extra `twinshard[ray]` here, and Twinshard on all machines of the cluster, as source and destination: at the
+Needs the extra `ray` here, and Twinshard on all machines of the cluster, as source and destination: at the
 same paths. `RAY_ADDRESS` or a cluster begun on this machine (`ray start`) is used, else one is begun here.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
+from bridge.core.extras import install_advice
 from bridge.core.formats.tensors.base import CheckpointError
 
 _BOARD_SECONDS = 1.0
@@ -30,8 +31,8 @@ class RayCluster:
             import ray
         except ImportError as error:
             raise CheckpointError(
-                f"--engine ray needs Ray, which cannot be imported: {error}; pip install 'twinshard[ray]', or use "
-                "--engine processes"
+                f"--engine ray needs Ray, which cannot be imported: {error}; use --engine processes, or install Ray: "
+                f"{install_advice('ray')}"
             ) from None
         self._ray = ray
         self._begun = not ray.is_initialized()

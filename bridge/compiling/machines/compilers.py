@@ -14,6 +14,7 @@ from typing import Any
 
 from bridge.compiling.machines.cards import CARDS
 from bridge.compiling.machines.targets import Target
+from bridge.core.extras import install_advice
 from bridge.planning.models.errors import PlanError
 
 VARIABLE = "TWINSHARD_COMPILERS"
@@ -57,8 +58,8 @@ def why_not(platform: str) -> str | None:
     ]
     if missing:
         return (
-            f"the {platform.upper()} compiler is not installed ({', '.join(missing)}): pip install "
-            f'"twinshard[{platform}-compiler]", or make compilers, or set {VARIABLE} to a folder that has it'
+            f"the {platform.upper()} compiler is not installed ({', '.join(missing)}): make compilers in a clone of "
+            f"Twinshard, or set {VARIABLE} to a folder that has it, or {install_advice(f'{platform}-compiler')}"
         )
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.extras import why_no_pictures
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.tensors.base import Box
 from bridge.core.mapping import MappingError, MappingTable
@@ -60,11 +61,12 @@ def compare_run_file(run: RunFile, progress: Follow = None) -> ParityReport:
 
 
 def write_report(report: ParityReport, folder: Path) -> None:
-    """``report.json``, ``report.html`` and ``parity.png`` in ``folder``, which is made."""
+    """``report.json``, ``report.html`` and, with matplotlib, ``parity.png`` in ``folder``, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     report.write(folder / "report.json")
     write_html(report, folder / "report.html")
-    write_picture(report, folder / "parity.png")
+    if why_no_pictures() is None:
+        write_picture(report, folder / "parity.png")
 
 
 def stored_weights(

@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.extras import install_advice
 from bridge.core.mapping.language.rules import family_names
 from bridge.core.text_files import load_toml
 
@@ -53,6 +54,10 @@ _KEYS = {
 
 class RunFileError(Exception):
     """A run file that cannot be used: the message names the key and what was expected."""
+
+
+_EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
+"""By package, the extra that brings it."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,9 @@ def resolve(path: str, where: str) -> Callable[..., Any]:
         for part in name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
-        raise RunFileError(f"{where}: cannot import {path}: {error}") from error
+        extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+        advice = f": {install_advice(extra)}" if extra else ""
+        raise RunFileError(f"{where}: cannot import {path}: {error}{advice}") from error
     if not callable(target):
         raise RunFileError(f"{where}: expected a function, got {type(target).__name__} {path}")
     result: Callable[..., Any] = target

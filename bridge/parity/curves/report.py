@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.extras import why_no_pictures
 from bridge.core.text import first_lines
 from bridge.core.views import Viewed
+from bridge.parity.curves.series import MetricsError
 from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
@@ -108,8 +110,10 @@ class CurvesReport(Viewed):
     def plot(self, path: str | Path) -> None:
         """Write a picture of the curves, the bands and the departures; the suffix gives the format.
 
-        ``MetricsError`` for a suffix that matplotlib does not know.
+        ``MetricsError`` without matplotlib, and for a suffix that matplotlib does not know.
         """
+        if (reason := why_no_pictures()) is not None:
+            raise MetricsError(reason)
         from bridge.parity.curves.chart import save_picture
 
         save_picture(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bridge.parity.partners.rows import STAGES, Row
+from bridge.core.extras import why_no_pictures
+from bridge.parity.partners.rows import STAGES, Row, Stage
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
 from bridge.parity.report_page.markup import (
@@ -26,8 +27,9 @@ from bridge.parity.report_page.tree import anchors, tree_of
 from bridge.report_page.charts import inline_svg
 from bridge.report_page.page import render
 
-_TITLES = {
+TITLES: Mapping[Stage, str] = {
     "weights": "Weights",
+    "buffers": "Buffers: after each side's forward",
     "forward": "Forward: outputs of modules",
     "precision": "Precision: what the compute dtype does to each side's modules",
     "loss": "Loss",
@@ -77,7 +79,7 @@ def page(report: ParityReport) -> str:
             ("Torch parameters", report.torch_parameters),
             ("JAX parameters", report.jax_parameters),
         ),
-        titles=_TITLES,
+        titles=TITLES,
         headings=[(heading, heading in _NUMBERS) for heading in _HEADINGS],
         bins=_BINS,
         legend=_legend(),
@@ -114,7 +116,8 @@ def _legend() -> Sequence[tuple[str, str]]:
 
 
 def _charts(report: ParityReport) -> Iterator[tuple[str, Sequence[Row], str]]:
-    """Titles, rows from left to right, and their charts."""
+    """Titles, rows from left to right, and their charts; without matplotlib why there are none."""
+    missing = why_no_pictures()
     by_ratio = sorted(
         report.stage("gradients"),
         key=lambda row: math.inf if math.isnan(row.ratio) else row.ratio,
@@ -125,7 +128,10 @@ def _charts(report: ParityReport) -> Iterator[tuple[str, Sequence[Row], str]]:
         ("Backward: error of modules' gradients, same order", report.stage("backward")),
         ("Gradients of parameters, by ratio, the largest first", by_ratio),
     ):
-        yield title, rows, inline_svg(depth_figure(rows), title, tips_of(rows)) if rows else ""
+        if missing or not rows:
+            yield title, rows, missing or ""
+        else:
+            yield title, rows, inline_svg(depth_figure(rows), title, tips_of(rows))
 
 
 def histogram(rows: Sequence[Row]) -> list[list[int]]:

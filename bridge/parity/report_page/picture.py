@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from bridge.parity.partners.rows import Row, Verdict
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import Axis, place_of, thinned
 from bridge.parity.report_page.markup import number, times
 from bridge.parity.report_page.report import ParityReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MARKS: dict[Verdict, tuple[str, str, float]] = {
     "same": ("o", "#5b7690", 3),
@@ -34,11 +35,15 @@ _FOOT = -0.03
 
 def write_picture(report: ParityReport, path: Path) -> None:
     """Write ``parity_figure`` as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(parity_figure(report)).print_figure(str(path), dpi=130, format="png")
 
 
 def parity_figure(report: ParityReport) -> Figure:
     """A panel of forward rows and one of backward rows, in the order of the calls; introduced places are named."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 9), layout="constrained")
     top, bottom = figure.subplots(2, 1)
     _panel(top, report.stage("forward"), "forward: outputs of modules")
@@ -50,6 +55,8 @@ def parity_figure(report: ParityReport) -> Figure:
 
 def depth_figure(rows: Sequence[Row]) -> Figure:
     """One panel, for a page, which has title and names beside it."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12.8, 4.5))
     # Fixed margins with room for the longest label, because measuring every label takes as long as drawing the figure.
     figure.subplots_adjust(left=0.14, right=0.99, top=0.99, bottom=0.38)

@@ -1,4 +1,4 @@
-"""A comparison as one JSON document, whose fields ``docs/plan_json.md`` names."""
+"""A comparison as one JSON document, whose fields ``docs/reference/plan-json.md`` names."""
 
 from __future__ import annotations
 

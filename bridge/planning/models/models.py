@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from bridge.core.extras import install_advice
 from bridge.core.text import did_you_mean
 from bridge.planning.models.decoder_activations import decoder_activations
 from bridge.planning.models.errors import PlanError
@@ -55,8 +56,8 @@ def resolve_models(
         }
         if not any(map(installed, RUNTIMES)):
             raise PlanError(
-                f"model {name}: the decoder needs PyTorch or JAX, and neither is installed; install "
-                "twinshard[torch] or twinshard[jax]"
+                f"model {name}: the decoder needs PyTorch or JAX, and neither is installed: "
+                f"{install_advice('torch')}"
             )
     elif is_config(name):
         models = _of_config(name, stacked, attention)

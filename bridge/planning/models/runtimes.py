@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from bridge.core.extras import install_advice
 from bridge.planning.models.errors import PlanError
 
 RUNTIMES = ("torch", "jax")
@@ -25,7 +26,7 @@ def part(runtime: str, name: str) -> ModuleType:
     """A module of a runtime's package. Raises ``PlanError`` when its framework is not installed."""
     if not installed(runtime):
         missing = " and ".join(_FRAMEWORKS[runtime])
-        raise PlanError(f"expected {missing} to be installed; install twinshard[{runtime}]")
+        raise PlanError(f"expected {missing} to be installed: {install_advice(runtime)}")
     return importlib.import_module(f"{runtime}_impl.{name}")
 
 

@@ -238,7 +238,7 @@ def test_what_does_not_depend_on_weights_may_come_by_closure_and_the_rest_is_ref
             step = make_train_step(
                 plan, lambda p, t: closing(p, t, "weights"), optax.sgd(0.1), microbatches=microbatches
             )
-            with pytest.raises(ValueError, match=r"closure.*give it to call_unit as an argument"):
+            with pytest.raises(ValueError, match=r"closure.*pass the array to call_unit as an argument"):
                 step.gradients(weights, rows())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import html
 import math
 import re
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ import pytest
 
 from bridge.parity.partners.rows import STAGES, row_of
 from bridge.parity.recorded.distance import FACTOR
-from bridge.parity.report_page.html import page, write_html
+from bridge.parity.report_page.html import TITLES, page, write_html
 from bridge.parity.report_page.markup import shade
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.report_page.tree import tree_of
@@ -192,6 +193,13 @@ def test_node_says_what_is_inside() -> None:
     said = Page(page(llama(4, (1, 3)))).said
     assert re.search(r"\(model\) inside: [0-9]+ beyond rounding, 2 introduced", said)
     assert "(model) inside: nothing beyond rounding" in Page(page(llama(2))).said
+
+
+def test_a_row_of_every_stage_is_on_the_page() -> None:
+    report = llama(2)
+    rows = [dataclasses.replace(report.rows[0], stage=stage) for stage in STAGES]
+    text = html.unescape(page(dataclasses.replace(report, rows=rows)))
+    assert [stage for stage in STAGES if f"<summary>{TITLES[stage]}: 1 row" not in text] == []
 
 
 def test_first_divergence_is_marked_once() -> None:

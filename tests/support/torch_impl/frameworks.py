@@ -29,7 +29,7 @@ import torch_impl
 LIBRARIES = ("torch", "torch_impl")
 
 
-def needs(*packages: str, advice: str = "pip install 'twinshard[programs]'") -> pytest.MarkDecorator:
+def needs(*packages: str, advice: str = "pip install '.[programs]'") -> pytest.MarkDecorator:
     """Skip a test if one of the packages is not installed."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed: {advice}")

@@ -26,7 +26,7 @@ class Call:
 
     used_at: by program, a file and line.
     shown_by: a test below ``tests/torch_impl`` that it works, or that it is refused with what to do instead.
-    told: how torch_impl's README or ``docs/fsdp2.md`` tells a difference; empty where there is none.
+    told: how ``docs/reference/fsdp2-differences.md`` tells a difference; empty if there is none.
     """
 
     name: str
@@ -176,7 +176,7 @@ PROGRAM_CALLS = (
             "axolotl": "integrations/expert_parallel/shard.py:451",
         },
         "dtensor/test_axes.py::test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right",
-        "a backward through a reduction of sharded parameters, or through their ``full_tensor()``",
+        "backward through a reduction of sharded parameters, or through their ``full_tensor()``",
     ),
     Call(
         "DTensor.get_total_norm",

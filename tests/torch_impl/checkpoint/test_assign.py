@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_at_the_load_and_changes_nothing(device: st
     for wrong, message in (
         (
             value,
-            r"a plain Tensor of shape \(2, 3, 7\); make it a DTensor by .*distribute_tensor\(whole, param",
+            r"a plain Tensor of shape \(2, 3, 7\); make it a DTensor with .*distribute_tensor\(whole, param",
         ),
         ("text", "a plain str;"),
         (
@@ -321,7 +321,7 @@ def test_from_local_is_the_inverse_of_to_local(few: bool) -> None:
         ),
         (
             lambda: DTensor.from_local(torch.ones(1, 3), mesh, [rows], grad_placements=[Replicate()]),
-            "leave them out",
+            "leave grad_placements out",
         ),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):

@@ -192,7 +192,7 @@ def too_few(path: str) -> None:
     model, group = model_of(init_device_mesh("cpu", (4,)), 0), dist.new_group([0, 1])
     if dist.get_rank() < 2:
         with pytest.raises(
-            CheckpointError, match=r"hold all rows together, got ranks \[0, 1\]: .*process_group="
+            CheckpointError, match=r"together hold all rows, got ranks \[0, 1\]: .*process_group="
         ):
             save_checkpoint(path, model, process_group=group)
 

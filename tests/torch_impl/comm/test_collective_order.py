@@ -158,7 +158,7 @@ def test_a_sync_flag_of_one_rank_is_named(ranks: RankGroup, setter: str) -> None
     # Ranks 2 and 3 are one inner axis.
     assert "gradients of 'weight' (unit c) are reduced over all axes on rank 2, but " in said[2]
     assert "but gradients of 'weight' (unit c) are reduced over all axes on rank 2" in said[3]
-    assert "or were before" in said[0]
+    assert "or differed before" in said[0]
 
 
 def mesh_is_freed() -> bool:

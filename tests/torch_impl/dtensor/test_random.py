@@ -138,5 +138,7 @@ def test_initializers_that_need_the_whole_tensor_say_what_to_do() -> None:
         lambda: torch.rand_like(tensor),
         lambda: torch.normal(tensor, 1.0),
     ):
-        with pytest.raises(RuntimeError, match=r"set all by copy_\(\) of a whole tensor or before sharding"):
+        with pytest.raises(
+            RuntimeError, match=r"to set all values, copy_\(\) a whole tensor, or set them before"
+        ):
             fill()

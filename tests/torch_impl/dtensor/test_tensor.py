@@ -184,11 +184,11 @@ def test_what_depends_on_the_cut_raises() -> None:
         with pytest.raises(RuntimeError, match="accumulated without reducing it over the ranks"):
             attempt()
     for attempt, message in (
-        (lambda: torch.rand_like(tensor), "only element-wise operators, reductions and views"),
+        (lambda: torch.rand_like(tensor), "expected an element-wise operator, a reduction, or a view"),
         (lambda: tensor.clone().copy_(full[:3]), r"expected a tensor of shape \(7, 3\), got \(3, 3\)"),
         (
             lambda: tensor.tolist(),
-            r"^tolist\(\) of a tensor of shape \(7, 3\), of which each rank holds some rows",
+            r"^tolist\(\) of a tensor of shape \(7, 3\), which is sharded over the ranks",
         ),
         (lambda: tensor.redistribute(placements=[Shard(0)]), r"expected placements=\[Replicate\(\)\]"),
         (lambda: partial.full_tensor(), "expected a sharded or replicated tensor"),
@@ -425,7 +425,7 @@ def test_whole_tensors_of_weights_that_are_shown_whole_are_refused_with_the_way_
     model(torch.arange(4))
     with pytest.raises(
         TypeError,
-        match=r"got a plain Parameter of shape \(1, 5\); module.weight is whole already .* after reshard\(\)",
+        match=r"got a plain Parameter of shape \(1, 5\); module.weight is already whole .* after reshard\(\)",
     ):
         torch_impl.full_tensor(model.head.weight)
     assert torch.equal(torch_impl.full_tensor(model.state_dict()["head.weight"]), wanted)

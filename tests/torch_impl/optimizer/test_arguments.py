@@ -68,7 +68,7 @@ def test_an_argument_of_another_type_is_named(
     [
         (5, "params: expected an iterable of parameters, (name, parameter) pairs or groups, got 5"),
         (None, "got None"),
-        (nn.Linear(2, 2), "got the module itself; give its parameters()"),
+        (nn.Linear(2, 2), "got the module itself; pass its parameters()"),
         ([1, 2], "params: expected parameters, got 1"),
         (["name"], "params: expected parameters, got 'name'"),
         ([{"lr": 0.1}], 'expected a group with its parameters under "params", got keys lr'),

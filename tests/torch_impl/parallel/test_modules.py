@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[ParallelPolicy], str]] = 
     "not linear": (
         net,
         [ParallelPolicy(("attention",), *COL)],
-        "attention: expected nn.Linear or nn.Embedding",
+        "attention: expected an unmodified nn.Linear or nn.Embedding",
     ),
     "a parameter": (
         net,
@@ -349,12 +349,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[ParallelPolicy], str]] = 
     "style and parameter": (
         net,
         [ParallelPolicy(("head",), *COL), ParallelPolicy(("head.weight",), "tp", dimension=1)],
-        "head: expected a module that is cut by a style or parameters of it, got both",
+        "head: expected a module that is cut either by a style or by its parameters, got both",
     ),
     "inside": (
         net,
         [ParallelPolicy(("attention",), "tp", dimension=0), ParallelPolicy(("attention.out",), *ROW)],
-        "expected modules apart from each other, got 'attention.out' inside of 'attention'",
+        "expected modules that are not nested, got 'attention.out' inside 'attention'",
     ),
     "tied": (
         _tied,

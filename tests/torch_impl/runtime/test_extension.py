@@ -309,11 +309,11 @@ def test_frozen_bytes_are_gathered_as_they_are(tmp_path: Path) -> None:
     other.unshard()
     assert torch.equal(other.base.dequantize(), before)
     with pytest.raises(
-        RuntimeError, match=r"a parameter of shape \(7, 5\) is a Bytes, which holds its values in"
+        RuntimeError, match=r"a parameter of shape \(7, 5\) is a Bytes, which stores its values in"
     ):
         model.base.full_tensor()
     with pytest.raises(
-        CheckpointError, match=r"base: a parameter of shape .* is a Bytes, which holds its values in"
+        CheckpointError, match=r"base: a parameter of shape .* is a Bytes, which stores its values in"
     ):
         torch_impl.save_checkpoint(path, model)
 
@@ -584,7 +584,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (ValueError, "weight: .*fsdp_post_all_gather, got a TwoTensor", TwoTensor(values, values), {}),
         (
             ValueError,
-            "weight: expected fsdp_pre_all_gather and fsdp_post_all_gather of a Half",
+            "weight: expected both fsdp_pre_all_gather and fsdp_post_all_gather in a Half",
             Half(values),
             {},
         ),
@@ -603,7 +603,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             Halved(values),
             {"strategy": "hfsdp", "mesh": mesh},
         ),
-        (ValueError, "weight: expected a mesh with names of its axes", Halved(values), {"mesh": unnamed}),
+        (ValueError, "weight: expected a mesh with axis names", Halved(values), {"mesh": unnamed}),
         (
             NotImplementedError,
             "weight: store_param_remainders=True is not available for a Halved",

@@ -95,6 +95,6 @@ def test_linear_modules_multiply_in_float8(ranks: RankGroup, unit_of_linears: bo
 def test_products_need_one_scale_a_weight() -> None:
     for gather in (None, "mxfp8"):
         with pytest.raises(
-            ValueError, match=r"float8_products: expected gather_dtype=torch\.float8_e4m3fn with it"
+            ValueError, match=r"float8_products: expected gather_dtype=torch\.float8_e4m3fn, with which"
         ):
             torch_impl.MixedPrecisionPolicy(gather_dtype=gather, float8_products=True)

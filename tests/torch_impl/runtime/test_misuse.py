@@ -45,8 +45,8 @@ def test_wrong_arguments_are_named_and_change_nothing() -> None:
             torch.jit.script(nn.Linear(5, 2)),
             {},
         ),
-        (ValueError, "FSDPBlock is sharded already", already, {}),
-        (ValueError, "an attribute '_unit' of its own, .*rename it", with_own_unit, {}),
+        (ValueError, "FSDPBlock is already sharded", already, {}),
+        (ValueError, "already has an attribute '_unit', .*rename it", with_own_unit, {}),
         (
             ValueError,
             "no_shard, optim, optim_grads, optim_grads_params, .*got 'zero3'",
@@ -103,7 +103,7 @@ def test_a_name_in_place_of_a_dtype_is_refused_as_one() -> None:
         torch_impl.MixedPrecisionPolicy(main_dtype="bfloat16")
     weights = [torch.nn.Parameter(torch.ones(2))]
     with pytest.raises(
-        ValueError, match=r"exp_avg_dtype: expected one of .*, got 'bfloat16', which is no torch.dtype"
+        ValueError, match=r"exp_avg_dtype: expected one of .*, got 'bfloat16', which is not a torch.dtype"
     ):
         torch_impl.MainWeightAdamW(weights, exp_avg_dtype="bfloat16")
 
@@ -332,9 +332,7 @@ def test_ignored_parameters_stay_plain() -> None:
 def test_sharding_an_outer_module_first_is_named() -> None:
     model = Toy()
     torch_impl.fully_shard(model)
-    with pytest.raises(
-        ValueError, match=r"^stack: .*a unit further out has sharded already; shard inner modules"
-    ):
+    with pytest.raises(ValueError, match=r"^stack: .*an outer unit has already sharded; shard inner modules"):
         torch_impl.fully_shard(model.blocks[0])
     assert type(model.blocks[0]) is Block
     tokens, targets = batch(0, 1, 1)
@@ -367,7 +365,7 @@ def test_hooks_on_the_given_parameters_are_warned_of() -> None:
     model = Block()
     model.up.bias.register_hook(lambda grad: grad)
     with pytest.warns(
-        UserWarning, match=r"^up.bias: hooks registered before fully_shard are not called any more"
+        UserWarning, match=r"^up.bias: hooks registered before fully_shard are no longer called"
     ) as caught:
         torch_impl.fully_shard(model)
     assert [warning.filename for warning in caught] == [__file__]

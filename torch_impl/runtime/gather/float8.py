@@ -1,15 +1,15 @@
-"""Weights that travel as float8: quantized, gathered as bytes, dequantized into compute weights.
+"""Weights sent as float8: quantized, gathered as bytes, dequantized into compute weights.
 
-``bridge.core.sharding.policy.float8`` has the formats, and where the bytes of a shard lie; the bits
-here are those that it defines.
+``bridge.core.sharding.policy.float8`` defines the formats and the position of a shard's bytes; this
+module produces exactly the bits that it defines.
 
     main shard --float32, quantize--> piece: payload | scales
-    piece --all-gather, an axis a step--> pieces of all shards, in their order
+    piece --all-gather, one axis per step--> pieces of all shards, in their order
     pieces --dequantize--> compute weights: payload cast, multiplied by powers of two
 
-One scale for a tensor needs the largest magnitude on all ranks first. These are reduced with the
-first gather after a change of the main weights. Every strategy computes with the dequantized
-weights, also where nothing is gathered.
+One scale per tensor requires the largest magnitude on all ranks first. The magnitudes are reduced
+with the first gather after a change of the main weights. Every strategy computes with the
+dequantized weights, even if nothing is gathered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 _PAYLOAD = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_PAYLOAD).max
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-# What quantization needs besides the shard and the bytes is a multiple of so many elements.
+# The temporary memory of quantization is a multiple of this many elements.
 _CHUNK = 1 << 22
 
 
@@ -49,7 +49,7 @@ class _OwnRows(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some of them: float32 rows, payload, and bytes of scales (none where there is one scale)."""
+    """Some of these rows: float32 rows, payload, and bytes of scales (none if there is one scale)."""
 
     number: int
     rows: torch.Tensor
@@ -60,9 +60,9 @@ class _Chunk(NamedTuple):
 class QuantizedGather:
     """Weights of ``levels``, all of two dimensions or more, in the format ``gather``.
 
-    ``tensor_parallel``: how each parameter lies on further mesh axes. A scale of a whole tensor is
-    of all its parts there; rows, and their blocks, are those of this rank's part. ``fetches``: main
-    weights lie on the host, and come to ``device`` to be quantized.
+    ``tensor_parallel``: the placement of each parameter on further mesh axes. A scale of a whole
+    tensor covers all its parts there; rows, and their blocks, belong to this rank's part.
+    ``fetches``: main weights are on the host, and are copied to ``device`` to be quantized.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class QuantizedGather:
         self._device, self._fetches = device, fetches
         self._layout = levels.layouts[strategy.optimizer]
         self._piece = float8.piece_bytes(self._layout, gather)
-        # All tensors as one of 32 columns, padding too.
+        # All tensors are treated as one with 32 columns, padding included.
         self._alike = self._blocks and float8.in_blocks(self._layout)
         self._own = self._own_rows(levels.mesh.index(strategy.optimizer) if strategy.optimizer else 0)
         self._runs = self._scale_runs() if self._blocks and not self._alike else []
-        # E8M0, by parameter; each is known when ``steps`` of changed main weights are done.
+        # E8M0, by parameter; valid once ``steps`` after a change of main weights are done.
         self._tensor_scales = torch.zeros(len(self._layout.slots), dtype=torch.uint8, device=device)
         self._other_groups = [] if self._blocks else _groups_of(tensor_parallel)
         self.resident: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class QuantizedGather:
             self.resident = torch.zeros(self._bytes(strategy.parameters), dtype=torch.uint8, device=device)
 
     def _bytes(self, level: int) -> int:
-        """Bytes of the pieces that a shard of a level consists of."""
+        """The size in bytes of the pieces that form a shard of a level."""
         return self._piece * (self._layout.num_shards // self._levels.mesh.shards(level))
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
@@ -140,7 +140,7 @@ class QuantizedGather:
         ]
 
     def _when_fetched(self, work: Callable[[bool], None]) -> list[Step]:
-        """``work`` as a step after the fetch of main weights; done at once where none are fetched."""
+        """``work`` as a step after the fetch of main weights; runs at once if nothing is fetched."""
         if self._fetches:
             return [("gather", work)]
         work(False)
@@ -168,7 +168,7 @@ class QuantizedGather:
     def _dequantize(self, pieces: torch.Tensor, target: torch.Tensor, async_op: bool) -> None:
         shards, size = self._layout.num_shards, self._layout.shard_size
         by_shard = pieces.view(shards, self._piece)
-        # A power of two may be no number of float16 where its product with the payload is.
+        # float16 may not represent a power of two although it represents its product with the payload.
         dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
         for part in self._layout.shard_slices:
             whole = target[shards * part.start : shards * part.stop].view(shards, -1)
@@ -224,7 +224,7 @@ class QuantizedGather:
         ]
 
     def _scale_runs(self) -> list[list[tuple[int, int]]]:
-        """By parameter, in the order of rows, bytes ``[first, stop)`` of the pieces that are
+        """By parameter, in the order of rows, the bytes ``[first, stop)`` of the pieces that contain
         scales."""
         runs: list[list[tuple[int, int]]] = [[] for _ in self._layout.slots]
         for rank in range(self._layout.num_shards):
@@ -236,7 +236,7 @@ class QuantizedGather:
 
 
 def _groups_of(tensor_parallel: Sequence[TensorParallel | None]) -> list[dist.ProcessGroup]:
-    """Of the ranks that hold other parts of some parameter."""
+    """The groups of ranks that hold other parts of some parameter."""
     meshes = dict.fromkeys(
         placed.mesh for placed in tensor_parallel if placed is not None and placed.placements
     )
@@ -248,7 +248,7 @@ def _maximum(amax: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Wo
 
 
 def _to_payload(chunk: _Chunk, scaled: torch.Tensor) -> None:
-    # The cast of some devices and versions of torch makes NaN of what is too large.
+    # The cast of some devices and versions of torch turns too large values into NaN.
     chunk.payload.copy_(scaled.clamp_(-_LARGEST, _LARGEST))
 
 
@@ -263,12 +263,12 @@ def _quantize_rows(chunk: _Chunk) -> None:
 
 
 def magnitudes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Of float32 values, 0 for NaN."""
+    """Magnitudes of float32 values, 0 for NaN."""
     return rows.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
 
 
 def _flushed(rows: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """A copy with zeros, of the same sign, for subnormal numbers; NaN times 0 stays NaN."""
+    """A copy in which subnormal numbers are zeros of the same sign; NaN times 0 stays NaN."""
     return rows.mul(magnitudes >= _SMALLEST_NORMAL)
 
 
@@ -296,10 +296,10 @@ def scales_of(amax: torch.Tensor, power_of_largest: int = 8) -> torch.Tensor:
 
 
 def powers_of(scales: torch.Tensor) -> torch.Tensor:
-    """E8M0 as float32; the least, 2^-127, is a subnormal number."""
+    """E8M0 as float32; the smallest scale, 2^-127, is a subnormal number."""
     return scales.int().bitwise_left_shift_(23).clamp_min_(1 << 22).view(torch.float32)
 
 
 def inverse_of(scales: torch.Tensor) -> torch.Tensor:
-    """``2 ** (127 - scale)``, a normal float32 for all scales of float32 numbers."""
+    """``2 ** (127 - scale)``, which is a normal float32 for the scales of all float32 numbers."""
     return scales.int().neg_().add_(254).bitwise_left_shift_(23).view(torch.float32)

@@ -4,10 +4,10 @@
     d input  = d output @ weight       e5m2 by e4m3
     d weight = d output^T @ input      in the dtype of the input
 
-Each factor of a rank's product has one power of two as its scale, from its largest magnitude; sums
-are float32. Weights that were gathered as float8_e4m3fn are cast back without loss: they are such
-numbers times a power of two. Where this torch has no kernels for CPUs, as 2.11, the same float8
-numbers are multiplied in float32.
+Each factor of a rank's product has one power of two as its scale, from its largest magnitude. Sums
+are float32. Weights that were gathered as float8_e4m3fn are converted back without loss, because
+they are float8 numbers times a power of two. If this torch has no kernels for CPUs (such as 2.11),
+the same float8 numbers are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch_impl.runtime.gather.float8 import inverse_of, magnitudes_of, powers_o
 
 _WEIGHT = torch.float8_e4m3fn
 _GRADIENT = torch.float8_e5m2
-# Kernels take matrices whose dimensions are multiples of it.
+# Kernels require matrices whose dimensions are multiples of this.
 _MULTIPLE = 16
 
 
 class Float8Linear(nn.Linear):
-    """A linear module with ``float8_products``, where there are kernels for its shape and device."""
+    """A linear module with ``float8_products``, used if there are kernels for its shape and device."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not can_multiply(input, self.weight):
@@ -40,7 +40,7 @@ class Float8Linear(nn.Linear):
 
 
 def computing_class(cls: type[nn.Module], float8_products: bool) -> type[nn.Module]:
-    """The class that a module gets. Subclasses of ``nn.Linear`` may compute otherwise, and stay."""
+    """The class that a module gets. Subclasses of ``nn.Linear`` may compute differently, and stay."""
     return Float8Linear if float8_products and cls is nn.Linear else cls
 
 
@@ -68,7 +68,7 @@ class _Product(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            # The kernels want the second factor by columns.
+            # The kernels require the second factor in column-major order.
             payload, power = _quantized(weight, _WEIGHT)
             by_columns = payload.view(torch.uint8).t().contiguous().t().view(_WEIGHT)
             of_input = _multiply(*_quantized(grad, _GRADIENT), by_columns, power, weight.dtype)
@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 def _quantized(
     values: torch.Tensor, dtype: torch.dtype, transposed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload of a matrix, and the float32 by which it is to be multiplied."""
+    """Payload of a matrix, and the float32 factor that restores its values."""
     wide, largest = values.float(), torch.finfo(dtype).max
     scale = scales_of(magnitudes_of(wide).amax().view(1), int(math.log2(largest)))
     payload = wide.mul(inverse_of(scale)).clamp_(-largest, largest).to(dtype)

@@ -1,26 +1,26 @@
 """Collecting the gradients of one parameter group on each rank, from backward to the reduction.
 
     backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, in one buffer
-    end of the unit     reduce                  |g1 g2|             over the axes that gradients are sharded over,
+    end of the unit     reduce                  |g1 g2|             over the axes that shard gradients,
                                                                     in the last microbatch over the
                                                                     others as well
                      or keep                                        local sums of several microbatches
 
-What ``.grad`` holds between two backwards, and how it gets there: see ``reduction``.
+``reduction`` describes the contents of ``.grad`` between two backwards.
 
-Fused kernels may write gradients themselves, without a gradient of autograd's in between. On
-request unsharded parameters carry three attributes while their unit runs backward, named as the
-kernels of TransformerEngine and Megatron expect them:
+Fused kernels may write gradients themselves, without a gradient from autograd. On request,
+unsharded parameters have three attributes while their unit runs backward, with the names that the
+kernels of TransformerEngine and Megatron expect:
 
     main_grad                  view of the buffer that will be reduced, shaped like the parameter (or this rank's part,
                                under tensor parallelism), in ``reduce_dtype``, or in ``grad_dtype``
                                when it is kept
-    overwrite_main_grad        True: the view holds nothing yet, so the first write overwrites; False: add to it
+    overwrite_main_grad        True: the view is still empty, so the first write overwrites; False: add to it
     grad_added_to_main_grad    False; a kernel sets it to True when it has written; later writes add
 
-Whatever autograd then delivers for such a parameter, a placeholder, is ignored; without a
-placeholder the attribute alone counts. Parameters whose kernels do not know of this get their
-gradient copied as always.
+For such a parameter, a gradient that autograd then delivers is a placeholder and is ignored;
+without a placeholder the attribute alone counts. If a parameter's kernels do not use these
+attributes, its gradient is copied as usual.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch_impl.runtime.ground.tensor_parallel import SUMMED
 from torch_impl.runtime.memory.compute_buffer import Slot
 from torch_impl.runtime.weights.context import UnitContext
 
-# Of a unit's gradients, what is held before they get their buffer, if it does not take the place of
-# weights. Both are in use together when it is made, so more would raise the peak at the end of a
-# unit; less, that at its beginning.
+# The part of a unit's gradients that is held before they get their buffer, unless the buffer takes
+# the place of weights. While the buffer is made, both are in use, so a larger part would raise the
+# peak at the end of a unit, and a smaller part the peak at its beginning.
 _HELD = 0.5
 
 _MAIN_GRAD = ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad")
@@ -64,12 +64,12 @@ class GradientBuffer:
 
     @property
     def shares(self) -> bool:
-        # A backend that reduces a copy leaves the gradient's memory free once the reduction has begun.
+        # A backend that reduces a copy no longer needs the gradient's memory once the reduction began.
         return not self._context.schedule.streams.copies
 
     @property
     def pooled(self) -> bool:
-        """Whether the buffer that was taken is the pool's, for others to use after its release."""
+        """Whether the taken buffer belongs to the pool, which others use after its release."""
         return self._slot is not None
 
     def take(self) -> torch.Tensor:
@@ -77,14 +77,14 @@ class GradientBuffer:
         self._context.schedule.pool.begin_use(self)
         flat = torch.empty(0, dtype=self._dtype, device=self.device)
         slot = self._context.schedule.pool.slot_of(self)
-        # A program that departs from the plan may find the slot in use.
+        # A program that deviates from the plan may find the slot in use.
         if slot is not None and slot.take(self):
             self._slot = slot
             return flat.set_(slot.storage, 0, (self._size,), (1,))
         return flat.new_empty(self._size)
 
     def release(self) -> None:
-        """The buffer is not needed any more; nothing if it was not taken."""
+        """Give the buffer back; does nothing if it was not taken."""
         self._context.schedule.pool.end_use(self)
         if self._slot is not None:
             slot, self._slot = self._slot, None
@@ -117,13 +117,13 @@ class GroupGradient:
 
     @property
     def collecting(self) -> list[torch.Tensor]:
-        """Gradients of a backward under way; the buffer may hold sums of earlier microbatches."""
+        """Gradients of a backward in progress; the buffer may hold sums of earlier microbatches."""
         return [*self._held.values()] if self._whole is None else [self._whole]
 
     def add_gradient(self, index: int, keep: bool, frees: bool) -> None:
-        """Take the gradient of unsharded parameter ``index``, which is complete.
+        """Take the complete gradient of unsharded parameter ``index``.
 
-        ``keep``: it will not be reduced. ``frees``: the unit's weights are freed before it is.
+        ``keep``: it will not be reduced. ``frees``: the unit's weights are freed before the reduction.
         """
         param = self._unsharded[index]
         # A fused kernel may have left no placeholder.
@@ -138,15 +138,15 @@ class GroupGradient:
     def _add(self, index: int, grad: torch.Tensor, keep: bool, frees: bool) -> None:
         """Take a gradient that nobody else holds.
 
-        The buffer of a unit whose weights are freed before the reduction is made after that, so
-        that it takes their place. Another one is made when enough has come: where most of a unit's
-        gradients come late, as an embedding's beside an output layer, it would be in use through
-        all of backward.
+        If the unit's weights are freed before the reduction, the buffer is made after they are freed,
+        to take their place. Otherwise the buffer is made when enough gradients have come. If most of
+        a unit's gradients come late, for example an embedding's next to an output layer, an early
+        buffer would be in use through all of backward.
         """
         grad = self._over_model_axes(index, grad)
         if self._whole is None:
             if not self._held:
-                # The group's memory may be under reduction still, for an earlier call of the unit.
+                # An earlier call of the unit may still be reducing the group's memory.
                 self.reduction.finish()
             # Kept sums are added to in place, and a parameter's second gradient needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
@@ -157,20 +157,20 @@ class GroupGradient:
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
                     self._context.schedule.reductions.make_room()
-                    # With ``frees`` the weights go first, and the buffer takes their place: part of
-                    # what took the benchmark's peak on 4 gloo ranks from 616 to 606 MB.
+                    # With ``frees`` the weights are freed first, and the buffer takes their place: part
+                    # of the change that took the benchmark's peak on 4 gloo ranks from 616 to 606 MB.
                     if not frees and len(self._held) < len(self._group_spec.names):
                         self._make_buffer(keep)
                 return
         self._put(index, grad)
 
     def _over_model_axes(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient whose terms lie on several ranks of model axes."""
+        """This rank's part of a gradient whose terms are on several ranks of model axes."""
         spec = self._group_spec
-        # Sums in float16 that are not divided yet would overflow.
+        # float16 sums that are not divided yet would overflow.
         reduce = grad.dtype if spec.divides_first else spec.dtypes.reduce
         placed = spec.tensor_parallel[index]
-        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
+        # Autograd may place the gradient of a tensor-parallel weight differently from the weight.
         if placed is not None:
             return placed.local_gradient(grad, reduce)
         group = vars(self._unsharded[index]).get(SUMMED)
@@ -201,13 +201,13 @@ class GroupGradient:
                     self.reduction.finish()
                     self._context.schedule.reductions.make_room()
                     self._make_buffer(keep)
-                    # Kernels write gradients as they are.
+                    # Kernels write gradients that are not divided.
                     self._divided = False
                 values = (self._views[index], index in self._untouched, False)
                 vars(param).update(zip(_MAIN_GRAD, values, strict=True))
 
     def _detach_main_grads(self) -> None:
-        """Take the main gradients away, and note which of them were written."""
+        """Remove the main gradients, and record which of them were written."""
         if self._exposed:
             self._exposed = False
             for index, param in enumerate(self._unsharded):
@@ -217,7 +217,7 @@ class GroupGradient:
                     vars(param).pop(name, None)
 
     def leave_unreduced(self) -> None:
-        """Leave what was collected in ``.grad``, unreduced; nothing if nothing came."""
+        """Leave the collected gradients in ``.grad``, unreduced; does nothing without any."""
         self._detach_main_grads()
         if not self._has_gradients:
             self._drop()
@@ -234,14 +234,14 @@ class GroupGradient:
         self._drop()
 
     def reduce(self, last: bool, idle: bool = False) -> None:
-        """Begin to reduce what was collected; nothing if nothing came, else a collective.
+        """Begin to reduce the collected gradients, a collective; does nothing without any.
 
-        Parameters of the group that got no gradient on this rank count as zero; they get one if
-        they did on another. ``last``: over all axes, not only those that gradients are sharded
-        over. ``idle``: also if nothing came, since sums wait, see ``GroupReduction.waits``, or
-        gradients may have come on other ranks.
+        Parameters of the group without a gradient on this rank count as zero; they get a gradient if
+        they have one on another rank. ``last``: reduce over all axes, not only those that shard
+        gradients. ``idle``: reduce even without collected gradients, because sums wait, see
+        ``GroupReduction.waits``, or because other ranks may have gradients.
 
-        ``.grad`` has the result when the reduction is finished: before the next one of another
+        ``.grad`` has the result when the reduction is finished: before the next reduction of another
         unit, see ``wait_for_others``, or at the end of the backward.
         """
         self._detach_main_grads()
@@ -251,8 +251,8 @@ class GroupGradient:
         values = self._complete(keep=False).to(self._group_spec.dtypes.reduce)
         if self._group_spec.divides_first and not self._divided:
             values = values / self._group_spec.divisor.value
-        # Else the buffer is in use until the reduction is finished.
-        # A cast has copied: the buffer is free before the collective begins.
+        # Otherwise the buffer is in use until the reduction is finished.
+        # A cast has copied the values, so the buffer is free before the collective begins.
         if values is not self._whole:
             self._memory.release()
         used = self._used
@@ -264,10 +264,10 @@ class GroupGradient:
         self._context.schedule.reductions.finish()
 
     def abandon(self) -> None:
-        """Forget what was collected in a backward that raised, and what is being reduced.
+        """Discard the gradients collected in a backward that raised, and reductions in progress.
 
-        Gradients are added to the sums of earlier microbatches in place: if those are kept, what
-        arrived in the unfinished backward stays in them until ``zero_grad``.
+        Gradients are added in place to the sums of earlier microbatches. If those sums are kept,
+        gradients that came in the unfinished backward stay in them until ``zero_grad``.
         """
         self._detach_main_grads()
         self.reduction.abandon()
@@ -285,20 +285,20 @@ class GroupGradient:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether any gradient has come, or sums of earlier microbatches are in the buffer."""
+        """Whether any gradient has come, or the buffer contains sums of earlier microbatches."""
         return bool(self._held) or (
             self._whole is not None and len(self._untouched) < len(self._group_spec.names)
         )
 
     @property
     def _used(self) -> frozenset[int]:
-        """Whose gradients came, or are sums of earlier microbatches; once the buffer is made."""
+        """The parameters whose gradients came, or have earlier sums; valid once the buffer is made."""
         return frozenset(range(len(self._group_spec.names))).difference(self._untouched)
 
     def _complete(self, keep: bool) -> torch.Tensor:
-        """The buffer, with zeros where no gradient came, and in the padding, which hooks read too."""
+        """The buffer, with zeros in the padding, which hooks read, and where no gradient came."""
         if self._whole is None:
-            # Reductions of other units are finished, and those of this one go on.
+            # Reductions of other units are finished, and those of this unit continue.
             self._make_buffer(keep)
         assert self._whole is not None
         unwritten = [self._views[index] for index in self._untouched]
@@ -308,13 +308,13 @@ class GroupGradient:
         return self._whole
 
     def _make_buffer(self, keep: bool) -> None:
-        """Make the buffer, and put there the sums of earlier microbatches and what is held."""
+        """Make the buffer, and copy the sums of earlier microbatches and the held gradients to it."""
         spec = self._group_spec
         kept = self.reduction.kept_whole()
         flat = None if spec.host is not None else self.reduction.flat_of(kept)
         # Sums of several microbatches are accumulated in the dtype that the optimizer reads.
         dtype = spec.dtypes.grad if keep or kept else spec.dtypes.reduce
-        # Where nothing is scattered, the reduced gradients stay in this buffer.
+        # If nothing is scattered, the reduced gradients stay in this buffer.
         if flat is None and not keep and not kept and spec.scatters:
             flat = self._memory.take()
         elif flat is None:
@@ -323,12 +323,12 @@ class GroupGradient:
         self._views = spec.levels.views(0, flat)
         self._untouched = set(range(len(spec.names))).difference(kept)
         self._divided = spec.divides_first and not keep and not kept
-        # Sums that a program has set by hand, or that wait on the host, lie elsewhere.
+        # Sums that a program has set by hand, or that wait on the host, are stored elsewhere.
         for index, local in kept.items():
             if local.data_ptr() != self._views[index].data_ptr():
                 self._views[index].copy_(local)
         held, self._held, self._held_numel = self._held, {}, 0
-        # One by one: a gradient's memory is free when it has been copied.
+        # One at a time: a gradient's memory is free when it has been copied.
         while held:
             self._put(*held.popitem())
 

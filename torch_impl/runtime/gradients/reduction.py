@@ -1,22 +1,23 @@
-"""From a group's collected gradients to ``.grad``: reductions, and sums that wait for theirs.
+"""From a group's collected gradients to ``.grad``: reductions, and sums that wait for a reduction.
 
-The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that
-``zero_grad`` in both modes, or setting a gradient by hand, means what it says:
+The only state between two backwards is ``.grad`` of the sharded parameters, so ``zero_grad`` in both
+modes and setting a gradient by hand work as expected:
 
 * None: no gradient yet, since no rank has used the parameter
 * a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
-* a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of
-  microbatches before the last. Reading it raises.
+* a DTensor placed ``Partial`` on some axes: sums of microbatches before the last, which are not yet
+  reduced over these axes. Reading it raises.
 
 Sums are divided when they are reduced over the last axis.
 
 Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on
-every rank, and one that none used on no rank, whether it has rows there or not: gradients are
-clipped by collectives, for which ranks must hold the same ones. Ranks are those of the group's
-mesh: ranks that hold other parts of a parameter, by tensor or expert parallelism, are not asked,
-and must use the same ones. The buffer that is reduced has a flag for each parameter (``buffer``), 1
-on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means
-used, however it is rounded. Hooks of the program do not see flags.
+every rank, whether it has rows there or not. A parameter that no rank used gets no gradient. The
+reason: gradients are clipped by collectives, so ranks must hold gradients of the same parameters.
+"Ranks" means the ranks of the group's mesh. Ranks that hold other parts of a parameter, by tensor or
+expert parallelism, are not asked, and must use the same parameters. The buffer that is reduced has a
+flag for each parameter (``buffer``). The flag is 1 on ranks that used the parameter in this
+microbatch or in one whose sums wait. Any sum of flags except 0 means used, however it is rounded.
+Hooks of the program do not see flags.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class _UnderWay(NamedTuple):
 
 
 class GroupReduction:
-    """Reduces what was collected in ``memory``, into ``.grad`` of the sharded ``params``."""
+    """Reduces the gradients collected in ``memory``, into ``.grad`` of the sharded ``params``."""
 
     def __init__(
         self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, context: UnitContext
     ) -> None:
         self._group_spec, self._params, self._memory, self._context = spec, params, memory, context
-        # Whether to look at every .grad after a backward, which costs too much to be done always.
+        # Whether to check every .grad after a backward, which is too slow to do always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
         # torch refuses a .grad of another dtype, unless the parameter names that dtype.
@@ -74,15 +75,14 @@ class GroupReduction:
 
     @property
     def only_waits(self) -> bool:
-        """Whether to finish the reduction only means to wait for it, see ``streams.Transfer``."""
+        """Whether finishing the reduction only waits for it, see ``streams.Transfer``."""
         return self._under_way is None or self._under_way.transfer.only_waits
 
     def start(self, values: torch.Tensor, last: bool, used: frozenset[int]) -> None:
         """Begin to sum ``values``, of level 0, over the ranks. Collective.
 
-        ``last``: over all axes, not only those that gradients are sharded over. ``used``: the
-        parameters that this rank used, in this microbatch or in earlier ones whose sums are in
-        ``values``.
+        ``last``: over all axes, not only those that shard gradients. ``used``: the parameters that
+        this rank used, in this microbatch or in earlier ones whose sums are in ``values``.
         """
         spec, levels = self._group_spec, self._group_spec.levels
         last = last or spec.strategy.gradients == levels.axes
@@ -91,24 +91,24 @@ class GroupReduction:
                 f"gradients of {spec.names[0]!r} (unit {self._context.name or 'root'}) are reduced "
                 f"over {'all axes' if last else 'the inner axis'}"
             )
-        # The flags' memory is arbitrary until then, and NaN in it would spread to sums.
+        # Until now the flags' memory is arbitrary, and a NaN in it would spread to sums.
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
         steps, sums = self._steps(values, last)
         shared = self._context.schedule
         self._under_way = _UnderWay(shared.streams.start(steps), sums, last, used)
-        # Nobody but the backend holds the buffer then.
-        # gloo has copied what it reduces when the call returns: part of what took the benchmark's
-        # peak on one rank from 1351 to 1273 MB.
+        # From here on only the backend holds the buffer.
+        # gloo has copied the buffer when the call returns: part of the change that took the
+        # benchmark's peak on one rank from 1351 to 1273 MB.
         if shared.streams.copies:
             self._memory.release()
         shared.reductions.add(self)
 
     def finish(self) -> None:
-        """Wait for the reduction under way, if there is one, and put its result into ``.grad``."""
+        """Wait for the reduction in progress, if there is one, and put its result into ``.grad``."""
         if self._under_way is not None:
             done, self._under_way = self._under_way, None
-            # Before ``release``: until then the backend reads what the pool would lend on.
+            # Before ``release``: until then the backend reads memory that the pool would reuse.
             done.transfer.finish()
             self._memory.release()
             used = self._used_anywhere(done)
@@ -118,7 +118,7 @@ class GroupReduction:
                 self._publish_partial(done.sums, used)
 
     def _used_anywhere(self, done: _UnderWay) -> frozenset[int]:
-        """The parameters that were used on any of the ranks that ``done`` has reduced over."""
+        """The parameters that were used on any of the ranks over which ``done`` has reduced."""
         spec = self._group_spec
         trained = {index for index, param in enumerate(self._params) if param.requires_grad}
         # Reading flags waits for the device. A rank that used all parameters needs no flags.
@@ -132,18 +132,18 @@ class GroupReduction:
         return used
 
     def _check_hooked(self, unused: Collection[int], sums: Sequence[torch.Tensor]) -> None:
-        """RuntimeError for a gradient that a hook brought: ranks without rows know nothing of it."""
+        """RuntimeError for a gradient that only a hook added: ranks without rows cannot know of it."""
         for index in unused:
             if sums[index].ne(0).any():
                 raise RuntimeError(
                     f"set_all_reduce_hook: parameter {self._group_spec.names[index]!r} was used on "
-                    "no rank of this mesh, and has a gradient after the hook: expected all "
-                    "replicas that the hook reduces over to use the same parameters; use it in "
-                    "each replica's loss, if only times 0"
+                    "no rank of this mesh, but has a gradient after the hook: expected all "
+                    "replicas over which the hook reduces to use the same parameters; use it in "
+                    "each replica's loss, if necessary times 0"
                 )
 
     def abandon(self) -> None:
-        """Forget what is being reduced."""
+        """Discard the reduction in progress."""
         if self._under_way is not None:
             done, self._under_way = self._under_way, None
             # Until then the backend may use the buffer that is released here.
@@ -169,8 +169,8 @@ class GroupReduction:
         }
 
     def flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The flat buffer whose views these sums are; None where a program has set ``.grad``."""
-        # A parameter without elements lies anywhere.
+        """The flat buffer that these sums are views of; None if a program has set ``.grad``."""
+        # The address of a parameter without elements is arbitrary.
         filled = [(index, local) for index, local in kept.items() if local.numel()]
         if not filled:
             return None
@@ -181,15 +181,15 @@ class GroupReduction:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
             if placed != (storage.data_ptr(), whole.start(spec.names[index]), True):
                 return None
-        # Right views of a longer buffer, or of another dtype, are the program's own work.
+        # Matching views of a longer buffer, or of another dtype, were made by the program.
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
 
     def leave_partial(self, sums: torch.Tensor, level: int, used: frozenset[int]) -> None:
-        """Make ``sums``, a buffer of a level, the gradients, not reduced over the other axes.
+        """Set ``sums``, a buffer of a level, as gradients that are not reduced over the other axes.
 
-        Those of parameters that are not ``used`` stay None if they are.
+        A gradient that is None stays None if its parameter is not ``used``.
         """
         spec = self._group_spec
         mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
@@ -200,11 +200,11 @@ class GroupReduction:
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
             if not param.requires_grad or (param.grad is None and index not in used):
                 continue
-            # Sums that are not reduced at all were collected together with the new ones.
+            # Sums that are not reduced at all were already collected together with the new ones.
             if param.grad is not None and _cut_of(param.grad) != (0, True):
                 if param._backward_hooks and not _cut_of(param.grad)[1]:
                     raise RuntimeError(
-                        f"{described(param)} has a hook (register_hook), which has seen its "
+                        f"{described(param)} has a hook (register_hook), which has already seen its "
                         "reduced gradient and would see it again in the sum of microbatches: call "
                         "zero_grad() before the first microbatch, with set_to_none=True"
                     )
@@ -224,13 +224,13 @@ class GroupReduction:
         """Add a gradient that is reduced as far as ``view`` or further, as a share of a sum."""
         levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
-        # A mean stands for sum times divisor, which ranks of the same rows add together.
+        # A mean is the sum divided by the divisor; ranks with the same rows add their shares together.
         mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
             view.add_(local, alpha=share)
             return
-        # Reduced further, so cut more finely: its rows are some of the view's.
+        # It is reduced further, so it is cut more finely: its rows are some of the view's.
         bounds, here = levels.row_bounds(axes, name), levels.mesh.index(axes)
         first = levels.row_bounds(level, name)[levels.mesh.index(level)]
         r0, r1 = bounds[here] - first, bounds[here + 1] - first
@@ -238,7 +238,7 @@ class GroupReduction:
             view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=share)
 
     def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
-        """The steps that sum ``values``, of level 0, axis by axis, and the tensor that holds the sums then."""
+        """The steps that sum ``values``, of level 0, axis by axis, and the tensor with the result."""
         strategy, levels = self._group_spec.strategy, self._group_spec.levels
         transfers, steps = collectives_of(strategy, levels.axes), list[Step]()
         # All memory is allocated here: see ``streams``.
@@ -247,7 +247,7 @@ class GroupReduction:
             # Earlier microbatches were reduced up to here; on axis 0 all were collected together.
             if axis == strategy.gradients and axis > 0:
                 steps.append((lane, partial(self._add_waiting, values)))
-            # What one rank has collected is the sum, and its shard.
+            # With one rank on the axis, its collected gradient already is the sum and the shard.
             if levels.mesh.sizes[axis] == 1:
                 continue
             if axis not in transfers.summed_once:
@@ -258,7 +258,7 @@ class GroupReduction:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
         if last and self._group_spec.hook.function is not None:
-            # Without flags, which a hook that scales or clips would take for gradients.
+            # Without flags, which a hook that scales or clips would mistake for gradients.
             sums = values[: levels.size(strategy.optimizer)]
             steps.append(("outer", partial(self._group_spec.hook.run, sums)))
         if self._group_spec.host is not None:
@@ -282,7 +282,7 @@ class GroupReduction:
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
-        # Sums that wait are undivided in every dtype, so that kept and reduced ones add up.
+        # Waiting sums are undivided in every dtype, so that kept and reduced sums can be added.
         if self._group_spec.divides_first:
             sums *= self._group_spec.divisor.value
         self.leave_partial(sums, self._group_spec.strategy.gradients, used)
@@ -291,8 +291,8 @@ class GroupReduction:
         spec = self._group_spec
         if not spec.divides_first and spec.divisor.value != 1:
             # In the wider of both dtypes, so that a narrow gradient is rounded once.
+            # In the wider of both dtypes, so that a narrow gradient is rounded once.
             sums = sums.to(torch.promote_types(sums.dtype, spec.dtypes.grad))
-            # In place: nobody else holds the sums.
             sums /= spec.divisor.value
         reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
@@ -301,10 +301,10 @@ class GroupReduction:
             for index, (p, view) in enumerate(zip(self._params, views, strict=True))
             if p.requires_grad and index in used
         ]
-        # Before the sum with an earlier gradient: such a hook sees what this backward has computed.
+        # Before the sum with an earlier gradient: such a hook sees the gradient of this backward.
         for param, view in fresh:
             _run_tensor_hooks(param, view)
-        # Partial sums were added on the way; a reduced one is older, or was set by hand.
+        # Partial sums were already added; a reduced gradient is older, or was set by hand.
         present = [
             (p.grad._local_tensor, view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
         ]
@@ -316,7 +316,7 @@ class GroupReduction:
                 view.add_(grad)
             for param, view in fresh:
                 param.grad = wrap_like(param, view)
-        # Last of all: such a hook may make the parameter's step, and free ``.grad``.
+        # Last: such a hook may make the parameter's step, and free ``.grad``.
         for param, _ in fresh:
             _run_hooks(param)
 
@@ -349,20 +349,20 @@ def _run_tensor_hooks(param: nn.Parameter, view: torch.Tensor) -> None:
 
 
 def _run_hooks(param: nn.Parameter) -> None:
-    """The user's ``register_post_accumulate_grad_hook``: autograd runs its own only."""
+    """Run the user's ``register_post_accumulate_grad_hook``: autograd runs only its own hooks."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
 
 def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
-    """Over how many axes a gradient is cut, and whether sums over others are missing in it."""
+    """The number of axes over which a gradient is cut, and whether it lacks sums over other axes."""
     if not isinstance(grad, RowDTensor):
         raise TypeError(
             "gradient of a sharded parameter: expected a DTensor placed like the parameter, got "
             f"{type(grad).__name__} of shape {tuple(grad.shape)}; set .grad to None or to "
             "torch.zeros_like(param)"
         )
-    # A loop over attributes: this is asked for every gradient of every backward.
+    # A loop over attributes, because this runs for every gradient of every backward.
     axes, partial_sums = 0, False
     for placement in grad.placements:
         if isinstance(placement, RowShard):

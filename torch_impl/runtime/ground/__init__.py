@@ -1,1 +1,1 @@
-"""Ground of the other rooms of the runtime: buffers, host memory, autograd graphs, precision."""
+"""The foundation of the runtime's other packages: buffers, host memory, autograd graphs, precision."""

@@ -1,6 +1,6 @@
-"""Hooks of the runtime in autograd. All use of torch's private engine calls is here.
+"""Hooks of the runtime in autograd. All uses of torch's private engine calls are in this module.
 
-Callbacks hold no tensors, and of the graph only nodes before their own: a graph that is dropped
+Callbacks hold no tensors, and of the graph only nodes before their own. So a graph that is dropped
 frees its memory at once, without the garbage collector.
 """
 
@@ -28,32 +28,32 @@ _STARTS = "twinshard: units whose backward starts here"
 
 
 def current_backward() -> int | None:
-    """Number of the backward that runs on this thread, also a nested one; None outside."""
+    """The number of the backward on this thread, possibly a nested one; None outside a backward."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters that autograd compares with those of saved tensors."""
+    """Set the version counters, which autograd compares with the versions of saved tensors."""
     # Back to the version that graphs have saved: the contents are the same again, bit for bit.
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward that runs now has computed all gradients; not if it raises."""
+    """Call back when the running backward has computed all gradients; not if it raises."""
     # The engine runs callbacks after the last gradient, and drops them if backward raises.
     Variable._execution_engine.queue_callback(callback)
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs adds to the gradient of ``leaf``; True if unknown."""
+    """Whether the running backward adds to the gradient of ``leaf``; True if unknown."""
     # Not every class that wraps tensors can be viewed.
     if not isinstance(leaf, DTensor) and is_traceable_wrapper_subclass(leaf):
         return True
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:
-        # ``torch.autograd.grad`` returns the gradient of this leaf, and adds to none.
+        # ``torch.autograd.grad`` returns the gradient of this leaf, and accumulates none.
         return False
 
 
@@ -61,9 +61,9 @@ class WatchedInputs:
     """Calls ``done`` in backward when the gradients of a module's inputs are complete.
 
     ``reached`` is called with these inputs when a backward reaches the outputs, see
-    ``watch_outputs``. In a backward with ``create_graph``, the gradients of the inputs are results
-    of the module, too: ``reached`` is then called when another backward reaches these.
-    ``done(False)`` tells that this backward may come unnoticed.
+    ``watch_outputs``. In a backward with ``create_graph``, the gradients of the inputs are also
+    results of the module, so ``reached`` is called when another backward reaches them.
+    ``done(False)`` means that this other backward may come unnoticed.
     """
 
     def __init__(self, done: Callable[[bool], None], reached: Callable[[WatchedInputs], None]) -> None:
@@ -74,16 +74,16 @@ class WatchedInputs:
         self._given: list[torch.Tensor] = []
 
     def watch(self, inputs: Any) -> Any:
-        """The inputs to call the module with: replaced by views where they require gradient."""
+        """The inputs for the module's forward: replaced by views if they require gradients."""
         return map_leaves(inputs, self._watch)
 
     def _watch(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not any(level.requires_grad for level in levels_of(leaf)):
             return leaf
-        # This view's gradient is complete with the module; the input's may wait for others.
+        # This view's gradient is complete with the module; the input's may wait for other uses.
         view = leaf.view_as(leaf)
-        # A hook lies in the graph, and this holds nodes of the graph: with a strong reference a
-        # dropped graph would stay.
+        # A hook is part of the graph, and this object holds nodes of the graph: a strong reference
+        # would keep a dropped graph alive.
         this = weakref.ref(self)
         for level in levels_of(view):
             if level.grad_fn is not None:
@@ -93,7 +93,7 @@ class WatchedInputs:
         return view
 
     def release(self, output: Any) -> Any:
-        """End the forward: ``output`` with inputs in place of views that the module passed on."""
+        """End the forward: ``output``, in which inputs replace the views that the module passed on."""
         originals, self._given = self._given, []
         return map_leaves(
             output, lambda leaf: originals[self._nodes.index(node_of(leaf))] if self.is_input(leaf) else leaf
@@ -101,15 +101,15 @@ class WatchedInputs:
 
     def is_input(self, leaf: Any) -> bool:
         """Whether a leaf of the output is a view that ``watch`` made."""
-        # By node: changed in place, the view has another one, and is not the input any more.
+        # By node: after an in-place change the view has another node, and is no longer the input.
         return isinstance(leaf, torch.Tensor) and node_of(leaf) in self._nodes
 
     def expect(self) -> bool:
-        """A backward reaches the module: find the inputs that take part, and whether any does.
+        """A backward reaches the module: find the inputs that take part, and whether there are any.
 
-        Only those are waited for, and without this there is no call of ``done``.
+        ``done`` waits only for these inputs, and is not called without a call of this method.
         """
-        # With given inputs, or through a part of the graph, some inputs get no gradient.
+        # With given inputs, or through only a part of the graph, some inputs get no gradient.
         self._gradients.expect(
             {k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)}
         )
@@ -118,7 +118,7 @@ class WatchedInputs:
     def watch_results(self, results: Iterable[Any]) -> bool:
         """Have ``reached`` called when a backward reaches a result; False if none can be reached.
 
-        Inputs that were passed on are left out: a hook there comes too late, and would keep a
+        Inputs that were passed on are left out: a hook there would run too late, and would keep a
         dropped graph alive through the inputs.
         """
         start, hooked = partial(self._reached, self), False
@@ -126,7 +126,7 @@ class WatchedInputs:
             if isinstance(result, torch.Tensor) and not self.is_input(result):
                 for level in levels_of(result):
                     self.hides_graph |= hides_graph(level)
-                    # A tangent may be an input's, though the result is not.
+                    # A tangent may belong to an input, although the result does not.
                     if level.grad_fn is not None and level.grad_fn not in self._nodes:
                         _start_first(level, level.grad_fn, start)
                         hooked = True
@@ -134,9 +134,9 @@ class WatchedInputs:
 
 
 class _Gradients:
-    """Those of a module's inputs in one backward.
+    """The gradients of a module's inputs in one backward.
 
-    The nodes hold the hooks, and so this: if it held the nodes, a dropped graph would stay.
+    Nodes hold the hooks, which hold this object. If it held the nodes, a dropped graph would stay.
     """
 
     def __init__(self, done: Callable[[bool], None]) -> None:
@@ -144,11 +144,11 @@ class _Gradients:
         self._done, self._seen = done, True
 
     def expect(self, missing: set[int]) -> None:
-        """A backward begins that computes those of these indices."""
+        """A backward begins that computes the gradients with the indices ``missing``."""
         self.missing, self._seen = missing, True
 
     def mark_complete(self, index: int, inputs: weakref.ref[WatchedInputs], gradient: torch.Tensor) -> None:
-        """One is complete; ``inputs`` are held by the hooks of the outputs."""
+        """One gradient is complete; the hooks of the outputs hold ``inputs``."""
         if torch.is_grad_enabled():
             watched = inputs()
             self._seen &= watched is not None and watched.watch_results([gradient])
@@ -159,11 +159,11 @@ class _Gradients:
 
 
 def eager(hook: Callable[..., T]) -> Callable[..., T]:
-    """Keep ``torch.compile`` out of a hook: effects of bookkeeping must happen at every call."""
+    """Keep ``torch.compile`` out of a hook, because bookkeeping must run at every call."""
 
     @functools.wraps(hook)
     def call(*args: Any, **kwargs: Any) -> T:
-        # No decorator: that imports the compiler (seconds), and costs microseconds a call.
+        # No decorator: it would import the compiler (seconds), and cost microseconds per call.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(hook)(*args, **kwargs)
         return hook(*args, **kwargs)
@@ -174,9 +174,9 @@ def eager(hook: Callable[..., T]) -> Callable[..., T]:
 def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
     """Tell ``inputs`` when gradients reach the outputs, before the module's own backward.
 
-    Returns False when backward could reach the module unnoticed: ``output`` holds objects that
-    cannot be searched and no tensor that requires gradient was found, or tensors whose graph cannot
-    be reached.
+    Returns False when backward could reach the module unnoticed: ``output`` contains objects that
+    cannot be searched and no tensor with gradients was found, or tensors whose graph cannot be
+    accessed.
     """
     leaves = leaves_of(output)
     hooked = inputs.watch_results(leaves)
@@ -188,14 +188,14 @@ def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
 def _start_first(tensor: torch.Tensor, node: Node, start: Callable[[], None]) -> None:
     """Call ``start`` when the gradient of ``node``'s output arrives, before earlier callbacks.
 
-    A unit may return an inner unit's output itself, and still comes first in backward, as it does
-    on a rank where something is computed in between.
+    A unit may return an inner unit's output itself. Its backward still comes first, as on a rank
+    where something is computed in between.
     """
     notes: Any = node.metadata  # a dict of the node's own, which torch declares as a method
     starts: list[Callable[[], None]] = notes.setdefault((_STARTS, tensor.output_nr), [])
     if not starts:
         tensor.register_hook(partial(_call_all, starts))
-    # An outer unit's forward ends after the inner one's: it comes here later, and goes first.
+    # An outer unit's forward ends after the inner one's, so it is added later and must run first.
     starts.insert(0, start)
 
 
@@ -205,7 +205,7 @@ def _call_all(functions: list[Callable[[], None]], _: torch.Tensor) -> None:
 
 
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """A callback that does not keep the method's object alive: graphs outlive deleted models."""
+    """A callback that does not keep the method's object alive: graphs may outlive deleted models."""
     return partial(_call_if_alive, weakref.WeakMethod(method), *args)
 
 
@@ -216,11 +216,11 @@ def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) 
 
 
 def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method outside of transforms, which refuse to fill memory of others."""
+    """Run a method outside transforms, which would refuse writes to outside tensors."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
-        # ``vmap`` and ``grad`` refuse in-place writes to tensors from outside, as ours are.
+        # ``vmap`` and ``grad`` refuse in-place writes to tensors from outside, such as ours.
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
@@ -228,13 +228,13 @@ def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class Recovering(Protocol):
-    """What units below one root share."""
+    """The state that units below one root share."""
 
     def recover(self) -> None: ...
 
 
 class ShardedUnit(Protocol):
-    """What is asked of a unit."""
+    """The interface of a unit for this module."""
 
     @property
     def groups(self) -> Sequence[ShardedGroup]: ...
@@ -247,7 +247,7 @@ _UNITS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register(unit: ShardedUnit) -> None:
-    """Take ``unit`` into account as long as it lives."""
+    """Track ``unit`` as long as it lives."""
     _UNITS.add(unit)
 
 
@@ -255,7 +255,7 @@ def register(unit: ShardedUnit) -> None:
 def watch_backwards() -> None:
     """Wrap torch's function, for the whole process; calls after the first do nothing."""
     watching = _watching(torch.autograd.graph._engine_run_backward)
-    # The second names the first; torch.compiler puts it back after wrapping both.
+    # The second name refers to the first; torch.compiler restores it after wrapping both.
     namespaces: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
     for namespace in namespaces:
         namespace._engine_run_backward = watching
@@ -278,7 +278,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         asked, wholes = tuple(inputs), _whole_inputs(inputs)
-        # Else autograd would refuse whole weights that are not in the graph, too.
+        # Otherwise autograd would also refuse whole weights that are not in the graph.
         unused = args[0] if args else options.get("allow_unreachable", False)
         all_inputs = (*asked, *wholes) if unused else asked
         try:
@@ -286,11 +286,11 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 explain_late_backward(error, _groups(), to_parameters=bool(wholes))
-            # By schedule, not by unit: units of one root share what is to be dropped.
+            # By schedule, not by unit: units of one root share the state to be dropped.
             for schedule in {unit.schedule for unit in list(_UNITS)}:
                 schedule.recover()
             raise
-        # Without results gradients have been accumulated.
+        # If the results are None, gradients have been accumulated instead.
         if any(result is not None for result in (results or ())[len(asked) :]):
             raise RuntimeError(OF_PARAMETERS)
         return results and results[: len(asked)]
@@ -299,7 +299,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole_inputs(inputs: Any) -> list[torch.Tensor]:
-    """Whole weights in whose place ``inputs`` have main weights."""
+    """The whole weights that correspond to the main weights in ``inputs``."""
     if not any(isinstance(tensor, DTensor) for tensor in inputs):
         return []
     known = {

@@ -1,30 +1,30 @@
 """The flat buffers of a group, at every degree of sharding, and the collectives between them.
 
-A group's buffers lie in one contiguous 1-D tensor, whole or one rank's shards of them::
+A group's buffers are stored in one contiguous 1-D tensor, either whole or as one rank's shards::
 
     buffer 0, 4 shards of 4       buffer 1, 4 of 2
     |w w w w w w|b b|u u u u|. . . .|v v v v v v|. .|    whole
-            |w w|b b|                    |v v|           what rank 1 holds, one after the other
+            |w w|b b|                    |v v|           rank 1's shards, one after the other
 
-Level a is the buffers cut over the a innermost mesh axes, level 0 is whole. A layout is planned for
-the finest level in use; coarser ones merge its shards::
+At level a, the buffers are cut over the a innermost mesh axes; level 0 is whole. A layout is planned
+for the finest level in use; coarser levels merge its shards::
 
     mesh (2, 3)        buffer of 6 finest shards          one step coarser      one step finer
     level 0   |. . . . . . . . . . . .|    whole                                reduce-scatter, inner axis
     level 1   |. . . .|. . . .|. . . .|    3 shards       gather, inner axis    reduce-scatter, outer axis
     level 2   |. .|. .|. .|. .|. .|. .|    6 shards       gather, outer axis
 
-An axis of one rank takes no collective.
+An axis of one rank needs no collective.
 
 A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which
-parameters were used: every rank is to know that, whichever rows it holds, without a further
+parameters were used. Every rank must know this, whichever rows it holds, without another
 collective::
 
     level 0   |. . . . . .|f0 f1|f0 f1|f0 f1|    3 shards of rows, 2 parameters
     level 1   |. .|f0 f1|                        rows and flags, summed over the ranks
 
-Views of a buffer are taken once and stay valid while the storage behind them is freed and allocated
-again: tensors saved by autograd survive a reshard.
+Views of a buffer are made once and stay valid while the storage behind them is freed and allocated
+again, so tensors saved by autograd survive a reshard.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from torch_impl.runtime.ground.host_memory import fetch
 
 
 class FlatBuffer:
-    """Zeros of a layout: all of it when ``rank`` is None, else the shards of ``rank``.
+    """A layout's buffers, initially zeros: all of them when ``rank`` is None, else ``rank``'s shards.
 
-    The memory stays as long as the buffer; a ``ComputeBuffer`` has some only while its weights are
-    used.
+    The memory stays as long as the buffer; a ``ComputeBuffer`` has memory only while its weights
+    are used.
     """
 
     allocated = True
@@ -71,7 +71,7 @@ class FlatBuffer:
             return self.flat[start : start + slot.numel].view(slot.shape)
         r0, r1 = self.layout.row_range(name, self.rank)
         shape = local_shape(slot.shape, r1 - r0)
-        # A rank without rows has no place in the shard; the start of the buffer is always there.
+        # A rank without rows has no offset in the shard, but the start of the buffer always exists.
         if r0 == r1:
             return self.flat[:0].view(shape)
         start = self.layout.shard_start(name, self.rank)
@@ -83,19 +83,19 @@ class FlatBuffer:
         return False
 
     def settle(self) -> None:
-        """Nothing: the contents are where parameters see them."""
+        """Does nothing: the contents are where parameters see them."""
 
     def free(self) -> None:
-        """Nothing: main weights stay."""
+        """Does nothing: main weights stay."""
 
 
 class ShardLevels:
-    """``layout`` has as many shards as the ``finest`` innermost axes of ``mesh`` have ranks."""
+    """The levels of ``layout``, which has a shard for each rank of the ``finest`` innermost axes."""
 
     def __init__(self, layout: Layout, mesh: DataParallelMesh, finest: int) -> None:
         self.mesh, self.axes = mesh, mesh.ndim
         self.layouts = [layout.merged(layout.num_shards // mesh.shards(level)) for level in range(finest + 1)]
-        # Asked for every gradient of every backward: layouts work these out anew at each question.
+        # Read for every gradient of every backward, but layouts compute them at each access.
         self._sizes = [level_layout.shard_size for level_layout in self.layouts]
         self._slices = [level_layout.shard_slices for level_layout in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
@@ -109,25 +109,25 @@ class ShardLevels:
     def buffer(
         self, level: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
     ) -> FlatBuffer:
-        """This rank's buffer of a level, zeros; ``pinned`` in the host's memory."""
+        """This rank's buffer of a level, zeros; ``pinned``: in pinned host memory."""
         # Shards of level 0 have no rank: every rank holds all of them.
         rank = self.mesh.index(level) if level else None
         return FlatBuffer(self.layouts[level], dtype, device, rank, pinned)
 
     def size(self, level: int) -> int:
-        """Elements that a rank holds of a level."""
+        """The number of elements of a level that a rank holds."""
         return self._sizes[level]
 
     def gradient_size(self, level: int) -> int:
-        """Elements of a rank's gradient buffer of a level: ``size(level)``, and flags."""
+        """Elements of a rank's gradient buffer of a level: ``size(level)`` and the flags."""
         return self._gradient_sizes[level]
 
     def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
-        """View ``[finest shards, parameters]`` of a gradient buffer: not 0 where it was used."""
+        """View ``[finest shards, parameters]`` of a gradient buffer: not 0 if the parameter was used."""
         return gradient[self._sizes[level] :].view(-1, self._num_parameters)
 
     def padding(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a whole gradient buffer: what belongs to no parameter and is no flag."""
+        """Views of a whole gradient buffer's padding: neither parameters nor flags."""
         return [gradient[first:stop] for first, stop in self._gaps]
 
     def row_bounds(self, level: int, name: str) -> tuple[int, ...]:
@@ -135,14 +135,14 @@ class ShardLevels:
         return self.layouts[level].row_bounds(name)
 
     def shard_of(self, level: int, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's shard of a level, out of the whole buffers."""
+        """A copy of this rank's shard of a level, from the whole buffers."""
         rank, num_shards = self.mesh.index(level), self.layouts[level].num_shards
         return torch.cat(
             [part.chunk(num_shards)[rank] if len(part) else part for part in self._parts(0, whole)]
         )
 
     def gather(self, level: int, output: torch.Tensor, shard: torch.Tensor, async_op: bool) -> Work | None:
-        """Fill ``output`` of ``level`` from the shards of the level after it."""
+        """Fill ``output`` of ``level`` from the shards of the next level."""
         if self.mesh.sizes[level] == 1:
             output.copy_(shard)
             return None
@@ -159,19 +159,19 @@ class ShardLevels:
         return collectives.all_reduce(values, self.mesh.groups[axis], async_op=async_op)
 
     def views(self, level: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """All parameters in this rank's buffer of a level, as ``FlatBuffer.view`` shows them."""
-        # Places are worked out once: a backward takes the views of all parameters twice.
+        """All parameters in this rank's buffer of a level, shaped as by ``FlatBuffer.view``."""
+        # Geometry is computed once: a backward takes the views of all parameters twice.
         return [flat.as_strided(*geometry) for geometry in self._geometry[level]]
 
     def _places(self, level: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Shape, stride and offset of every parameter in this rank's buffer of a level."""
-        # Of a buffer without memory: in any dtype, places count elements.
+        # From a buffer without memory; offsets count elements, so they fit any dtype.
         buffer = self.buffer(level, torch.uint8, torch.device("meta"))
         views = [buffer.view(slot.name) for slot in buffer.layout.slots]
         return [(tuple(view.shape), view.stride(), int(view.storage_offset())) for view in views]
 
     def _padding(self) -> list[tuple[int, int]]:
-        """First element and end of each stretch of the whole buffers between parameters."""
+        """Start and end of each range of padding in the whole buffers."""
         layout, gaps, end = self.layouts[0], list[tuple[int, int]](), 0
         taken = sorted((layout.start(slot.name), slot.numel) for slot in layout.slots if slot.numel)
         for start, numel in (*taken, (self._sizes[0], 0)):
@@ -190,24 +190,24 @@ class ShardLevels:
 
 
 class WeightGather(Protocol):
-    """How a group's compute weights come from its main weights."""
+    """How a group's compute weights are made from its main weights."""
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """What a rank keeps between main and whole weights, see the note of the package."""
+        """The shard that a rank keeps between main and whole weights, see the note of the package."""
         ...
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
-        """Steps that fill ``target``, whole, from all ranks' ``main``, an axis a step.
+        """Steps that fill ``target``, whole, from all ranks' ``main``, one axis per step.
 
-        ``current``: the last steps were completed with these very main weights, so that what was
-        kept still holds.
+        ``current``: the last steps were completed with the same main weights, so the kept shard
+        is still valid.
         """
         ...
 
 
 class CastGather:
-    """Shards are fetched to ``device`` if need be, cast to ``compute``, and gathered in it."""
+    """Shards are fetched to ``device`` if necessary, cast to ``compute``, and gathered in it."""
 
     def __init__(
         self,
@@ -226,24 +226,24 @@ class CastGather:
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
         axes = (*transfers.gathered_once, *transfers.gathered)
-        # The outer axis is slow: backward and later microbatches gather over the inner one.
+        # The outer axis is slow, so backward and later microbatches gather over the inner axis only.
         if self.resident is not None and current:
             axes, source = (*transfers.gathered,), self.resident
-        # Cast before the gather: fewer bytes cross the network.
+        # Cast before the gather, so that fewer bytes cross the network.
         elif self._fetches:
             steps, source = fetch(main, self._compute, self._device)
         else:
             source = main.to(self._compute)
         if not axes:
             return [*steps, ("gather", partial(_copy, target, source))]
-        # An axis leads to the level of the same number, which this axis does not cut.
+        # The gather over axis k gives level k, which axis k does not cut.
         for level in axes:
             if level == 0:
                 output = target
             elif self.resident is not None and level == self._strategy.parameters:
                 output = self.resident
             else:
-                # Between the levels that are kept, memory for this gather only.
+                # Levels in between that are not kept get memory for this gather only.
                 output = source.new_empty(self._levels.size(level))
             steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
             source = output
@@ -251,7 +251,7 @@ class CastGather:
 
 
 class SplitGather:
-    """Own rows lie in the whole compute weights, beside remainders, and are gathered from there."""
+    """Own rows are in the whole compute weights, next to remainders, and are gathered from there."""
 
     resident = None
 
@@ -259,7 +259,7 @@ class SplitGather:
         self._levels, self._strategy = levels, strategy
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
-        """As of ``WeightGather``; ``main``, the remainders, stay where they are."""
+        """As in ``WeightGather``; ``main``, the remainders, is not gathered."""
         transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
         source = self._levels.shard_of(self._strategy.optimizer, target)
         for level in (*transfers.gathered_once, *transfers.gathered):

@@ -1,4 +1,4 @@
-"""What is known of a parameter group from the start: layout, dtypes, and divisor of sums."""
+"""The properties of a parameter group that are fixed at the start: layout, dtypes, divisor of sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
 @dataclass
 class Divisor:
-    """The number that divides sums over the ranks. A program may set another number between two steps."""
+    """The number that divides sums over the ranks. A program may change it between two steps."""
 
     value: float
 
@@ -28,8 +28,8 @@ class Divisor:
 class AllReduceHook:
     """A function of the program that changes reduced sums in place, before they are divided.
 
-    ``function`` is None where there is no hook. ``stream`` is a CUDA stream on which the function
-    runs in place of the stream of the reduction.
+    ``function`` is None if there is no hook. ``stream`` is a CUDA stream on which the function runs
+    instead of the reduction's stream.
     """
 
     function: Callable[[torch.Tensor], object] | None = None
@@ -42,20 +42,20 @@ class AllReduceHook:
             self.function(sums)
             return
         lane = torch.cuda.current_stream()
-        # The sums are the reduction's output, and the program's stream knows nothing of that lane.
+        # The sums are the reduction's output, and the program's stream does not wait for that lane.
         self.stream.wait_stream(lane)
         with torch.cuda.stream(self.stream):
             self.function(sums)
-        # ``finish`` waits for the lane, and divides what the hook has written.
+        # ``finish`` waits for the lane, and divides the result of the hook.
         lane.wait_stream(self.stream)
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSpec:
-    """What is known of a group from the start; lists are in the order of ``layout.slots``.
+    """The properties of a group that are fixed at the start; lists are in the order of ``layout.slots``.
 
-    ``suffix`` tells the groups of a unit apart in reports. ``host``: main weights and gradients lie
-    in the host's memory, not on the device. ``order`` is None where no ranks are to be compared.
+    ``suffix`` distinguishes the groups of a unit in reports. ``host``: main weights and gradients are
+    stored in the host's memory, not on the device. ``order`` is None if there are no ranks to compare.
     """
 
     names: Sequence[str]
@@ -72,16 +72,16 @@ class GroupSpec:
     shard_parameters: bool = field(init=False)
     """Whether compute weights are freed after use."""
     scatters: bool = field(init=False)
-    """Whether what a reduction leaves is never in the buffer that was reduced."""
+    """Whether the result of a reduction is never in the buffer that was reduced."""
     divides_first: bool = field(init=False)
     """Whether gradients are divided before they are summed, not after."""
 
     def __post_init__(self) -> None:
-        # Fields, not properties: a backward asks for them with every gradient.
+        # Fields, not properties, because a backward reads them for every gradient.
         strategy, mesh = self.strategy, self.levels.mesh
-        # Before the last microbatch a reduction takes the axes that cut gradients, if any.
+        # Before the last microbatch a reduction uses only the axes that shard gradients, if any.
         scatters = mesh.shards(strategy.gradients or strategy.optimizer) > 1
-        # float16 sums of many ranks overflow: averaged before; others after, which is exact.
+        # float16 sums of many ranks overflow, so they are divided first; others after, which is exact.
         divides_first = self.dtypes.reduce == torch.float16
         object.__setattr__(self, "shard_parameters", strategy.shard_parameters)
         object.__setattr__(self, "scatters", scatters)

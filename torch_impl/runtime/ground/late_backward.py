@@ -1,7 +1,7 @@
-"""What errors of autograd mean where a backward comes too late for sharded weights.
+"""Explains errors of autograd in a backward that comes too late for sharded weights.
 
-Weights may have been freed unseen, or gathered again with other values. Autograd then refuses the
-saved weights, but knows only shapes and versions, so the error gets a note that names the weights.
+The weights may have been freed unnoticed, or gathered again with other values. Autograd then refuses
+the saved weights, but it knows only shapes and versions, so a note on the error names the weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _CHANGED = re.compile(
     r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+); expected"
 )
 OF_PARAMETERS = (
-    "torch_impl: expected inputs of torch.autograd.grad that are no sharded parameters, since one "
+    "torch_impl: expected inputs of torch.autograd.grad that are not sharded parameters, since one "
     "rank computes only a part of their gradient: call backward(inputs=...), which sums the "
     "gradients of the ranks into .grad"
 )
 
 
 class ShardedGroup(Protocol):
-    """What is asked of a group of parameters."""
+    """The interface of a group of parameters for this module."""
 
     @property
     def unit_name(self) -> str: ...
@@ -56,12 +56,12 @@ def explain_late_backward(error: RuntimeError, groups: Iterable[ShardedGroup], t
     if names:
         others = f" or {len(names) - 4} more of this shape" if len(names) > 4 else ""
         error.add_note(
-            "torch_impl: expected a weight as the forward of a sharded module has read it, "
+            "torch_impl: expected a weight with the values that the forward of a sharded module has read, "
             f"{' or '.join(names[:4])}{others}, but the weight was freed, or changed with the main "
-            "weights, before this backward came. Run the backward before the next forward of the "
-            "module and before the optimizer's step; have forward return the tensor from which "
-            "the backward starts, by itself or in lists, dicts or dataclasses; or keep weights by "
-            "set_reshard_after_forward(False) and set_reshard_after_backward(False). Where "
-            "create_graph=True comes after steps without it, call set_buffer_pool(False) before "
+            "weights, before this backward. Run the backward before the next forward of the "
+            "module and before the optimizer's step. In forward, return the tensor from which the "
+            "backward starts, directly or in lists, dicts or dataclasses. Or keep weights with "
+            "set_reshard_after_forward(False) and set_reshard_after_backward(False). If a step "
+            "with create_graph=True follows steps without it, call set_buffer_pool(False) before "
             "the first step."
         )

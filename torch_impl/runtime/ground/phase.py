@@ -1,37 +1,37 @@
-"""The phases of a unit's life, and which event leads from which phase to which.
+"""The phases of a unit's life, and the events that lead from one phase to another.
 
-    phase        modules show      the compute weights are there for
-    REST         main weights      nobody; some options and strategies keep them all the same
+    phase        modules show      the compute weights are needed by
+    REST         main weights      nobody; some options and strategies keep them anyway
     UNSHARDED    compute weights   the program, which called ``unshard``
     KEPT         both              the program after a forward without resharding, and the backward of that forward
-    FORWARD      compute weights   a forward that runs
+    FORWARD      compute weights   a running forward
     RECOMPUTE    compute weights   a forward that runs again inside a backward, with gradients
     RECOMPUTED   compute weights   the backward of that forward, which comes next
-    BACKWARD     compute weights   a backward under way
+    BACKWARD     compute weights   a running backward
 
 KEPT shows compute weights as attributes of modules, and main weights in ``parameters()``.
 
-No order is asserted: a unit may run forward several times before its backward, run backward twice,
-never run, run forward inside its own backward, or be left behind by an exception. The table says
-where each of these leads, and refuses what would free weights under a reader or leave weights to
-nobody. "same" is the phase that was there.
+No order is required: a unit may run forward several times before its backward, run backward twice,
+never run, run forward inside its own backward, or be left unfinished by an exception. The table
+lists the transition of each event. It refuses transitions that would free weights under a reader or
+leave weights that nobody frees. "same" means that the phase does not change.
 
     event              from                                        to         when
     UNSHARD            REST, UNSHARDED, KEPT                       UNSHARDED  called by the program
     UNSHARD            REST                                        BACKWARD   a backward of the unit has not ended
-    UNSHARD            FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD    same       the weights are there
+    UNSHARD            FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD    same       the weights are already gathered
     RESHARD            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD REST       called by the program
-    RESHARD            FORWARD, RECOMPUTE                          same       the forward goes on, on its own risk
+    RESHARD            FORWARD, RECOMPUTE                          same       the forward continues at its own risk
     STATE_DICT         REST, UNSHARDED, KEPT, BACKWARD             REST       state dicts show main weights
-    STATE_DICT         FORWARD, RECOMPUTE, RECOMPUTED              same       the compute weights are still awaited
+    STATE_DICT         FORWARD, RECOMPUTE, RECOMPUTED              same       the compute weights are still needed
     FORWARD_BEGINS     any                                         FORWARD    also in a backward, without gradients
     RECOMPUTE_BEGINS   any                                         RECOMPUTE  in a backward, with gradients
-    FORWARD_ENDS       FORWARD, RECOMPUTE                          same       an outer call of the module goes on
+    FORWARD_ENDS       FORWARD, RECOMPUTE                          same       an outer call of the module continues
     FORWARD_ENDS       FORWARD                                     REST       the last open call
     FORWARD_ENDS       FORWARD                                     KEPT       the last open call, without resharding
     FORWARD_ENDS       RECOMPUTE                                   RECOMPUTED the last open call
     FORWARD_ENDS       FORWARD, RECOMPUTE                          BACKWARD   a backward of the unit has not ended
-    FORWARD_RAISES     FORWARD, RECOMPUTE                          FORWARD    an outer call of the module goes on
+    FORWARD_RAISES     FORWARD, RECOMPUTE                          FORWARD    an outer call of the module continues
     FORWARD_RAISES     any but REST                                REST       the last open call
     FORWARD_RAISES     FORWARD, RECOMPUTE, BACKWARD                BACKWARD   a backward of the unit has not ended
     JOINS_BACKWARD     UNSHARDED, RECOMPUTED, BACKWARD             BACKWARD   the first sign of a backward
@@ -56,7 +56,7 @@ from enum import Enum, auto
 
 
 class Phase(Enum):
-    """What a unit's compute weights are there for."""
+    """The purpose of a unit's compute weights."""
 
     REST = auto()
     UNSHARDED = auto()
@@ -68,7 +68,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What may happen to a unit."""
+    """The events in a unit's life."""
 
     UNSHARD = auto()
     RESHARD = auto()
@@ -90,7 +90,7 @@ class Event(Enum):
 Transitions = frozenset[tuple[Phase, Phase]]
 
 REST, UNSHARDED, KEPT, FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD = Phase
-# While a forward of the module runs, whatever happens besides must leave it its weights.
+# While a forward of the module runs, every other event must leave it its weights.
 _RUNNING = (FORWARD, RECOMPUTE)
 _IDLE = (REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD)
 
@@ -103,7 +103,7 @@ def _same(phases: Iterable[Phase]) -> Transitions:
     return frozenset((phase, phase) for phase in phases)
 
 
-# Begins are legal anywhere, since no order is asserted; ends only where something has begun.
+# Begins are legal in any phase, since no order is required; ends only after something has begun.
 LEGAL: dict[Event, Transitions] = {
     Event.UNSHARD: _to(UNSHARDED, REST, UNSHARDED, KEPT)
     | _to(BACKWARD, REST)
@@ -138,6 +138,6 @@ def refuse_transition(event: Event, before: Phase, after: Phase) -> None:
     """RuntimeError for a transition that is not in the table."""
     raise RuntimeError(
         f"a sharded unit went from {before.name} to {after.name} on {event.name}, which is not a "
-        "legal transition: see the table in torch_impl.runtime.ground.phase; this is an error of "
+        "legal transition: see the table in torch_impl.runtime.ground.phase; this is a bug in "
         "torch_impl, please report the order of calls that led to it"
     )

@@ -1,4 +1,4 @@
-"""Which dtype each copy of a parameter has."""
+"""The dtype of each copy of a parameter."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and further ones.
+    """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and additional fields.
 
-    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given,
-        or ``main_dtype`` where that is no wider, of frozen ones too).
-    reduce_dtype: dtype in which gradients cross the network (None: that of forward and backward).
-    output_dtype: floating-point outputs of the module are cast to it (None: left alone).
-    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is
-    set, else to a
-        ``main_dtype`` of two bytes.
-    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: that of the main
-    weights). gather_dtype: format in which weights of two dimensions or more cross the network,
-    "mxfp8" or
-        ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are
-        quantized from the main weights, and forward and backward compute with the quantized values
-        in ``param_dtype``; gradients are applied to the main weights as they are. See
+    param_dtype: dtype of forward and backward. None: the original dtype of the parameters, or
+        ``main_dtype`` if it is no wider, also for frozen parameters.
+    reduce_dtype: dtype in which gradients cross the network (None: the dtype of forward and
+        backward).
+    output_dtype: floating-point outputs of the module are cast to it (None: not cast).
+    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` if it is set,
+        else to a ``main_dtype`` of two bytes.
+    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: the dtype of the main
+        weights).
+    gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
+        ``torch.float8_e4m3fn`` (or its name); None: the dtype of forward and backward. The weights
+        are quantized from the main weights, and forward and backward compute with the quantized
+        values in ``param_dtype``; gradients are applied to the main weights directly. See
         ``bridge.core.sharding.policy.float8``.
     float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit
-        (no subclasses) multiply in float8 where the device has kernels for it, else in
+        (not subclasses) multiply in float8 if the device has kernels for it, else in
         ``param_dtype``. Inputs and gradients are then quantized as well; see
         ``torch_impl.runtime.gather.float8_products``.
-    store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32
-        main weights as this rank's rows of them and an int16 remainder an element, 2 bytes less;
-        see ``torch_impl.dtensor.remainders``. ``parameters()`` shows the bfloat16 weights, and
-        ``MainWeightAdamW`` updates the float32 ones.
+    store_param_remainders: if compute weights are bfloat16 and stay whole at rest, store float32
+        main weights as this rank's rows of the compute weights and an int16 remainder per element,
+        which saves 2 bytes per element; see ``torch_impl.dtensor.remainders``. ``parameters()``
+        returns the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 weights.
     main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they
-        are sharded; float32 leaves float64 ones as they are. None: each parameter keeps the dtype
-        in which it was given, as in ``torch.distributed.fsdp``. Frozen parameters keep theirs
-        always. So one that was given in half precision must
-        be trainable when it is sharded if it is to have wider main weights: unfrozen later, it
-        raises at the next forward.
+        are sharded; with float32, float64 parameters stay float64. None: each parameter keeps its
+        original dtype, as in ``torch.distributed.fsdp``. Frozen parameters always keep theirs. So a
+        half-precision parameter that is to have wider main weights must be trainable when it is
+        sharded: if it is unfrozen later, the next forward raises.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, for another format,
     and for ``gather_dtype`` with main weights that are not float32.
@@ -71,11 +70,11 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype of torch, "
                     f"got {value!r}"
                 )
-            # Neither operators nor gloo know them.
+            # Neither operators nor gloo support one-byte floating-point dtypes.
             if value.itemsize == 1:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{field.name}: expected a dtype of two or more bytes, "
-                    f"got {value}; gather_dtype has weights in float8 on the network"
+                    f"got {value}; use gather_dtype to send weights in float8"
                 )
         if self.gather_dtype is not None and self.gather not in float8.FORMATS:
             raise ValueError(
@@ -90,8 +89,8 @@ class MixedPrecisionPolicy:
             )
         if self.float8_products and self.gather != "float8_e4m3fn":
             raise ValueError(
-                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn "
-                f"with it, whose weights have one scale each, got {self.gather_dtype!r}"
+                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn, "
+                f"with which each weight has one scale, got {self.gather_dtype!r}"
             )
 
     @property
@@ -100,15 +99,15 @@ class MixedPrecisionPolicy:
         return _name(self.gather_dtype)
 
     def is_quantized(self, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-        """Whether a parameter that was given so, this rank's part of it, is gathered as float8."""
+        """Whether (this rank's part of) a parameter of this dtype and shape is gathered as float8."""
         return self.gather is not None and dtype.is_floating_point and float8.is_quantized(shape)
 
 
 def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """To which floating-point inputs of a module are cast; None: they are left alone."""
+    """The dtype to which floating-point inputs of a module are cast; None: not cast."""
     if not policy.cast_forward_inputs:
         return None
-    # Weights are rounded to it, and so compute in another dtype than the model was made for.
+    # Weights are rounded to it, so they compute in another dtype than the model was made for.
     rounded = policy.main_dtype if policy.main_dtype in (torch.bfloat16, torch.float16) else None
     return policy.param_dtype or rounded
 
@@ -116,7 +115,7 @@ def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
 def group_dtypes(
     dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
 ) -> GroupDtypes[torch.dtype]:
-    """Dtypes of a group of parameters given as ``dtype``, all ``quantized`` or none."""
+    """Dtypes of a group of parameters with original dtype ``dtype``, all ``quantized`` or none."""
     names = (policy.main_dtype, policy.param_dtype, policy.reduce_dtype, policy.grad_dtype, policy.gather)
     asked = AskedDtypes(*map(_name, names), remainders=policy.store_param_remainders, narrowest=True)
     dtypes = asked.of_group(str(_name(dtype)), trainable=trainable, quantized=quantized)
@@ -124,7 +123,7 @@ def group_dtypes(
 
 
 def check_quantized(name: str, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
-    """ValueError for a parameter that float8 weights are not made of."""
+    """ValueError for a parameter from which float8 weights cannot be made."""
     if dtype == torch.float64:
         raise ValueError(
             f"{name}: expected weights of float32, bfloat16 or float16 with "

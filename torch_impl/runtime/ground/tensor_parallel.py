@@ -3,21 +3,21 @@
 A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then
 ``fully_shard`` by rows::
 
-    given: Shard(1) on tp        each tp rank's half is a tensor of its own for the flat buffer
+    given: Shard(1) on tp        each tp rank's half is a separate tensor in the flat buffer
     |    |    |                  tp 0                tp 1
     | t0 | t1 |                  dp 0 |  rows  |     dp 0 |  rows  |
     |    |    |                  dp 1 |  rows  |     dp 1 |  rows  |
 
 At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and
-backward it is again the DTensor on tp that was given. A plain parameter that was marked by ``mark``
-is treated as if it had been given so; a policy does that.
+backward it is the original DTensor on tp again. A plain parameter that was marked by ``mark`` is
+treated as if it had this placement from the start; policies use this.
 
 A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel
-ones, on which they are replicated (``dp_mesh_dims``). In forward and backward such a parameter is
-again a DTensor on all axes. Its gradient is whatever the ranks' terms are on the data-parallel
-axes, which the group sums.
+axes, on which they are replicated (``dp_mesh_dims``). In forward and backward such a parameter is
+again a DTensor on all axes. On the data-parallel axes, its gradient consists of the ranks' terms,
+which the group sums.
 
-All use of torch's private access to a mesh's root, and to meshes made of others, is in this module.
+All uses of torch's private access to a mesh's root, and to meshes made of others, are in this module.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SUMMED = "_summed_over_ranks"
 """Attribute of an unsharded parameter: the group over which its gradient is summed first."""
 
 MARK = "_placed_by_policy"
-"""The attribute of a plain parameter that says how a policy places it."""
+"""The attribute of a plain parameter that contains its placement by a policy."""
 
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A mesh of all axes, of which those numbered ``data_axes`` are data-parallel."""
+    """A mesh of all axes; the axes with the indices ``data_axes`` are data-parallel."""
 
     mesh: DeviceMesh
     data_axes: frozenset[int]
@@ -50,10 +50,10 @@ class SpmdMesh:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter lies on model axes; ``shape`` and ``stride`` are global.
+    """The placement of a parameter on model axes; ``shape`` and ``stride`` are global.
 
-    ``spmd``: it was given on the mesh of all axes, replicated on the data-parallel ones. If there
-    are no others, ``placements`` is empty.
+    ``spmd``: the parameter was a DTensor on the mesh of all axes, replicated on the data-parallel
+    axes. If there are no other axes, ``placements`` is empty.
     """
 
     mesh: DeviceMesh
@@ -76,16 +76,16 @@ class TensorParallel:
         )
 
     def local_gradient(self, grad: torch.Tensor, reduce: torch.dtype) -> torch.Tensor:
-        """This rank's part of a gradient, which autograd may place otherwise than the parameter.
+        """This rank's part of a gradient, which autograd may place differently from the parameter.
 
-        Terms of a sum over other axes than the data-parallel ones are added up in ``reduce``.
+        Terms of a sum over axes that are not data-parallel are added in ``reduce``.
         """
-        # A kernel that works on local tensors delivers this rank's part as it is.
+        # A kernel that works on local tensors directly delivers this rank's part.
         if not isinstance(grad, DTensor):
             return grad
         mesh, wanted = self.mesh, self.placements
         if self.spmd is not None:
-            # Terms of a sum over the data-parallel axes stay as they are.
+            # Terms of a sum over the data-parallel axes are not added here.
             mesh, wanted = self.spmd.mesh, tuple(self._on_all_axes(grad.placements))
         if tuple(grad.placements) == wanted:
             return grad.to_local()
@@ -97,7 +97,7 @@ class TensorParallel:
         return local
 
     def _on_all_axes(self, on_data_axes: Sequence[Placement]) -> list[Placement]:
-        """These placements on the data-parallel axes, and those of the parameter on the others."""
+        """``on_data_axes`` on the data-parallel axes, and the parameter's placements on the others."""
         assert self.spmd is not None
         others = iter(self.placements)
         return [
@@ -111,28 +111,28 @@ class TensorParallel:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         return torch.Size(tensor_parallel_sizes(self.shape, self.mesh, self.placements))
 
     def joint_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
-        """The mesh of the data-parallel axes and these."""
+        """The mesh of the data-parallel axes and of this parameter's model axes."""
         if not self.placements:
             return data_parallel
         names = (*(data_parallel.mesh_dim_names or ()), *(self.mesh.mesh_dim_names or ()))
         root = data_parallel._get_root_mesh()
-        # torch warns of slices by the name of an axis that was flattened from others.
+        # torch warns about slices by the name of an axis that was flattened from others.
         if set(names) - set(root.mesh_dim_names or ()):
             return DeviceMesh._concatenate([data_parallel, self.mesh])
         return root[names]
 
 
 def mark(param: torch.Tensor, placed: TensorParallel) -> None:
-    """Have ``param``, plain and whole on every rank, cut as ``placed`` says when it is sharded."""
+    """Make sharding cut ``param``, plain and whole on every rank, according to ``placed``."""
     setattr(param, MARK, placed)
 
 
 def joined_axes(mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]) -> DeviceMesh:
-    """The mesh of these axes, outer one first; several names are one axis, flattened."""
+    """The mesh of these axes, outer one first; several names together are one axis, flattened."""
     if all(len(names) == 1 for names in axes):
         return mesh[tuple(name for (name,) in axes)]
     parts = [mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
@@ -144,7 +144,7 @@ def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = N
     if not isinstance(param, DTensor):
         return getattr(param, MARK, None)
     for placement in param.placements:
-        # Subclasses of Shard cut otherwise than in equal parts.
+        # Subclasses of Shard do not cut into equal parts.
         if not isinstance(placement, Replicate) and type(placement) is not Shard:
             raise ValueError(
                 f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its "
@@ -168,14 +168,14 @@ def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = N
 def check_joint(name: str, placed: TensorParallel, data_parallel: DeviceMesh) -> None:
     """ValueError unless both meshes' axes are named axes of one mesh, data-parallel ones first.
 
-    Axes that were flattened from others may lie anywhere.
+    Axes that were flattened from others may be anywhere.
     """
     if not placed.placements:
         return
     names = (data_parallel.mesh_dim_names, placed.mesh.mesh_dim_names)
     root = data_parallel._get_root_mesh()
     known = root.mesh_dim_names or ()
-    # Not by identity: DTensor hands out equal meshes that it has cached.
+    # Not by identity: DTensor returns equal meshes from a cache.
     if root == placed.mesh._get_root_mesh() and all(names):
         axes = (*(names[0] or ()), *(names[1] or ()))
         order = [known.index(axis) for axis in axes if axis in known]

@@ -1,8 +1,8 @@
 """Tensors in transforms of ``torch.func`` and in forward mode, which have several graphs.
 
-Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform
-around, and each may have a node in the graph of its own transform. In forward mode it has a
-tangent, with a graph of its own too. A backward may go through any of these graphs.
+Inside ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another tensor for each surrounding
+transform, and each of them may have a node in the graph of its own transform. In forward mode it has
+a tangent, which also has a graph. A backward may go through any of these graphs.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def refuse_recording(unit: str) -> None:
-    """RuntimeError where operators are recorded, to run again when the weights are gone."""
+    """RuntimeError if operators are recorded, to run again when the weights are freed."""
     if get_proxy_mode() is not None:
         raise RuntimeError(
             f"unit {unit}: torch.func.linearize, make_fx and torch.export record weights that are "
             "freed after this forward: for products with the Jacobian use torch.func.jvp or "
-            "torch.func.vjp, and record or export a plain model that was loaded with the whole "
-            "weights (full_tensor())"
+            "torch.func.vjp; to record or export a model, load the whole weights (full_tensor()) "
+            "into a plain model"
         )
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, and all tensors that stand for it in other graphs: what it wraps, and tangents."""
+    """A tensor, and its counterparts in other graphs: the tensors that it wraps, and tangents."""
     transform = peek_interpreter_stack()
-    # A tangent is told only to the transform to which the tensor belongs.
+    # A tangent is only available in the transform to which the tensor belongs.
     if transform is not None and transform.level() > maybe_get_level(tensor):
         with temporarily_pop_interpreter_stack():
             return levels_of(tensor)
     levels = [tensor]
     wraps = is_functorch_wrapped_tensor(tensor)
-    # Tensors of torch.vmap have no tangents, and no rule for asking for one.
+    # Tensors of torch.vmap have no tangents, and no rule for reading one.
     if not ((wraps and (transform is None or is_batchedtensor(tensor))) or hides_graph(tensor)):
         tangent = forward_ad.unpack_dual(tensor).tangent
         if tangent is not None:
@@ -53,19 +53,19 @@ def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def hides_graph(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps one that cannot be had: ``is_grads_batched``, ``autograd.functional``."""
+    """Whether a tensor wraps an inaccessible one: ``is_grads_batched``, ``autograd.functional``."""
     return is_legacy_batchedtensor(tensor)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor wraps; itself outside of transforms."""
+    """The tensor that a tensor wraps; outside transforms, the tensor itself."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def node_of(tensor: torch.Tensor) -> Node | None:
-    """The node of a tensor's own graph; in ``torch.vmap``, which has none, of the one around."""
+    """The node of a tensor's own graph; in ``torch.vmap``, which has none, of the surrounding graph."""
     while tensor.grad_fn is None and is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor.grad_fn

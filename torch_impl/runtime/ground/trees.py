@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """``function`` of every leaf; containers stay the same objects where no leaf changes.
+    """Apply ``function`` to every leaf; containers in which no leaf changes remain the same objects.
 
-    So a module can write into a cache or a list that it is given.
+    So a module can write into a cache or a list that it receives.
     """
     if tree is None or isinstance(tree, torch.Tensor):
         return function(tree)
-    # Exact types: named tuples and other subclasses are not built from a list of items.
+    # Exact types: named tuples and other subclasses cannot be built from a list of items.
     if type(tree) in (tuple, list):
         items = [map_leaves(item, function) for item in tree]
         return tree if _same(items, tree) else type(tree)(items)
@@ -36,7 +36,7 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def map_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors of containers and dataclasses; a dataclass is copied."""
+    """Cast floating-point tensors in containers and dataclasses; a dataclass is copied."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -51,20 +51,20 @@ def _map_fields(instance: Any, dtype: torch.dtype) -> Any:
     new = {name: map_floating(value, dtype) for name, value in old.items()}
     if _same(new.values(), old.values()):
         return instance
-    # Not by dataclasses.replace: it takes no init=False, and runs __post_init__ again.
+    # Not by dataclasses.replace: it accepts no init=False fields, and runs __post_init__ again.
     changed = copy.copy(instance)
     for name, value in new.items():
-        object.__setattr__(changed, name, value)  # of a frozen one, too
+        object.__setattr__(changed, name, value)  # also works for a frozen one
     return changed
 
 
 def _is_dataclass(leaf: Any) -> bool:
-    # pytree takes a dataclass for one leaf, unless the program has registered it.
+    # pytree treats a dataclass as one leaf, unless the program has registered it.
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """What nested containers and dataclasses hold."""
+    """All leaves of nested containers and dataclasses."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     leaves = []

@@ -1,4 +1,4 @@
-"""The memory of whole weights: allocated before a gather, freed after use, or a pool's slot."""
+"""The memory of whole weights: allocated before a gather and freed after use, or a pool's slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_impl.runtime.ground.buffer import FlatBuffer
 
 
 class Pooled(Protocol):
-    """A buffer that the pool records, and that may lie in a slot."""
+    """A buffer that the pool records, and that may be stored in a slot."""
 
     purpose: str
     nbytes: int
@@ -31,7 +31,7 @@ class Pooled(Protocol):
 
 
 class Pool(Protocol):
-    """Records when buffers are in use, and says where a plan puts them."""
+    """Records when buffers are in use, and returns the slots that a plan assigns to them."""
 
     def slot_of(self, buffer: Pooled) -> Slot | None: ...
 
@@ -41,14 +41,14 @@ class Pool(Protocol):
 
 
 class Shared(Protocol):
-    """What units below one root share."""
+    """The state that units below one root share."""
 
     @property
     def pool(self) -> Pool: ...
 
 
 class Host(Protocol):
-    """What a buffer asks of its unit, at each use, since the unit's root may change."""
+    """The state that a buffer reads from its unit, at each use, since the unit's root may change."""
 
     name: str
 
@@ -60,7 +60,7 @@ class Host(Protocol):
 
 
 class Slot:
-    """Memory for one buffer at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
+    """Memory for one buffer at a time; ``keeps``: by pass, see ``BufferPlan.keeps``."""
 
     def __init__(
         self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
@@ -68,25 +68,25 @@ class Slot:
         self.storage = torch.UntypedStorage(0, device=device)
         self._nbytes, self._keeps = nbytes, keeps
         self._expected: Iterator[bool] = iter(())
-        # Weakly: a deleted model frees its memory at once, and its pool may live on in another one.
+        # Weak: a deleted model frees its memory at once, and its pool may live on in another model.
         self._user: weakref.ref[Pooled] | None = None
         self._contents: weakref.ref[Pooled] | None = None
 
     @property
     def user(self) -> Pooled | None:
-        """Whose buffer is in use here."""
+        """The buffer that is in use in this slot."""
         return None if self._user is None else self._user()
 
     def take(self, user: Pooled) -> bool:
-        """Use the slot, which then has memory; False if another buffer does."""
+        """Use the slot, which then has memory; False if another buffer uses it."""
         if self.user is not None and self.user is not user:
             return False
-        # Whoever was here last may have views of the slot in a graph.
+        # The previous user may have views of the slot in a graph.
         before = None if self._contents is None else self._contents()
         if before is not None and before is not user:
             before.lose_contents()
         self._user = self._contents = weakref.ref(user)
-        # resize_ allocates and copies, also where the size stays.
+        # resize_ allocates and copies, even if the size stays the same.
         if self.storage.nbytes() == 0:
             self.storage.resize_(self._nbytes)
         return True
@@ -95,9 +95,9 @@ class Slot:
         """End a use; the memory stays if the plan says so."""
         if self.user is user:
             self._user = None
-            # A use that the plan does not know of leaves no memory behind.
+            # A use that is not in the plan leaves no memory behind.
             if not next(self._expected, False):
-                # In place: whoever has a view of the slot keeps a view of this storage.
+                # In place, so that every view of the slot remains a view of this storage.
                 self.storage.resize_(0)
 
     def begin(self, backward: bool) -> None:
@@ -112,17 +112,17 @@ class Slot:
             self.storage.resize_(0)
 
     def retire(self) -> None:
-        """The plan is replaced: keep no memory for uses that still come."""
+        """The plan is replaced: keep no memory for uses that are still to come."""
         self._keeps = (), ()
         self.rest()
 
 
 class ComputeBuffer(FlatBuffer):
-    """The compute weights of a group, whole, in a slot or in memory of their own.
+    """The whole compute weights of a group, in a slot or in separate memory.
 
     All memory of whole weights is allocated and freed here: ``allocate`` before a gather,
-    ``settle`` before weights are read, ``free``. ``finish_gather`` ends a gather that is under way.
-    ``suffix`` tells the groups of ``host`` apart.
+    ``settle`` before weights are read, ``free``. ``finish_gather`` ends a gather in progress.
+    ``suffix`` distinguishes the groups of ``host``.
     """
 
     purpose = "weights"
@@ -140,7 +140,7 @@ class ComputeBuffer(FlatBuffer):
         super().__init__(layout, dtype, device, rank=None)
         self.allocated = True
         self._host, self._suffix, self._finish_gather = host, suffix, finish_gather
-        # Kept apart from ``flat``, which lies in a slot's storage at times.
+        # Kept separately from ``flat``, which is sometimes in a slot's storage.
         self._own = self._storage = self.flat.untyped_storage()
         self._params: Sequence[nn.Parameter] = ()
         self._counted: list[torch.Tensor] = []
@@ -150,9 +150,9 @@ class ComputeBuffer(FlatBuffer):
         self._versions: tuple[int, ...] | None = None
 
     def set_views(self, params: Sequence[nn.Parameter]) -> None:
-        """Tell of the parameters over this buffer, in the order of the layout."""
+        """Register the parameters over this buffer, in the order of the layout."""
         self._params = list(params)
-        # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
+        # Parameters that wrap their views, such as tensor-parallel DTensors, cannot get new views.
         self._movable = all(type(param) is nn.Parameter for param in params)
         # Modules that are cut over a model axis compute with the local tensors of their DTensors.
         parts = [part for param in params for part in (param, *plain_parts(param))]
@@ -167,31 +167,31 @@ class ComputeBuffer(FlatBuffer):
         return self._aside is not None
 
     def allocate(self, changed: bool) -> torch.Tensor:
-        """Memory to gather into. ``changed``: values will be others than at the last time."""
-        # Weights that cannot move have memory of their own: the plan need not know of them.
+        """Memory to gather into. ``changed``: the values will differ from the last gather's."""
+        # Weights that cannot move have separate memory, which the plan need not know.
         if self._movable:
             self._host.schedule.pool.begin_use(self)
         self._aside = None
-        # Graphs of the older values are void anyway, so to move breaks none now.
+        # Graphs of the older values are invalid anyway, so moving now breaks no others.
         if changed:
             self._void_graphs()
             self._choose_slot()
         if self._slot is None:
-            # resize_ takes new memory and copies, also to the same size.
+            # resize_ allocates new memory and copies, even to the same size.
             if not self.allocated:
                 self._storage.resize_(self.nbytes)
         elif not self._slot.take(self):
             self._aside = torch.empty_like(self.flat)
-        # As far as others ask: the contents are in the slot or aside.
+        # For other code the weights are allocated, whether they are in the slot or aside.
         self.allocated = True
         return self.flat if self._aside is None else self._aside
 
     def settle(self) -> None:
-        """Bring the contents to where the parameters are; to be called before they are read."""
+        """Move the contents to the parameters' memory; to be called before they are read."""
         if self._aside is not None:
             self._move_in(self._aside)
             self._aside = None
-        # The contents are those that graphs have saved, so their versions are, too.
+        # The contents are those that graphs have saved, so their versions are restored, too.
         if self._versions is not None:
             autograd.set_versions(self._counted, self._versions)
             self._versions = None
@@ -199,7 +199,7 @@ class ComputeBuffer(FlatBuffer):
     def _move_in(self, contents: torch.Tensor) -> None:
         assert self._slot is not None
         user = self._slot.user
-        # A forward reads what is there, so these move, and graphs with views of the slot are void.
+        # A forward reads the slot, so these weights move, which invalidates graphs over the slot.
         if isinstance(user, ComputeBuffer) and user is not self and not user.step_aside():
             self._void_graphs()
             self._move(None)
@@ -209,13 +209,13 @@ class ComputeBuffer(FlatBuffer):
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
-        # Autograd compares versions in backward only; a forward would read another's weights.
+        # Autograd compares versions in backward only; a forward would read another unit's weights.
         if self._host.reads_weights:
             return False
-        # A gather under way still writes to the slot.
+        # A gather in progress still writes to the slot.
         self._finish_gather()
         assert self._slot is not None
-        # On the current stream, after the gather and all readers so far.
+        # On the current stream, after the gather and all earlier readers.
         self._aside = self.flat.clone()
         self.lose_contents()
         self._slot.leave(self)
@@ -224,39 +224,39 @@ class ComputeBuffer(FlatBuffer):
     def free(self) -> None:
         """Release the memory of the whole weights; views stay, and the next gather fills them.
 
-        Between two uses a slot keeps its memory where the plan says so, for the unit that comes
+        Between two uses a slot keeps its memory if the plan says so, for the unit that comes
         next.
         """
-        # Else the gather would write to memory that others have by then.
+        # Otherwise the gather would write to memory that others use by then.
         self._finish_gather()
         self._host.schedule.pool.end_use(self)
         self.lose_contents()
         self._aside = None
         self.allocated = False
         if self._slot is None:
-            # Of the storage, not of the tensor: what autograd has saved are views, which must find
-            # the weights here when the backward's gather has filled the storage again.
+            # The storage, not the tensor: autograd has saved views, which must show the weights again
+            # when the backward's gather has filled the storage.
             self._storage.resize_(0)
         else:
             self._slot.leave(self)
 
     def lose_contents(self) -> None:
         """The contents are gone, or become another unit's: saved views must not be read."""
-        # A slot may change hands several times before it comes back: first versions count.
+        # A slot may change users several times before it returns: the first versions count.
         if self._versions is None:
             self._versions = tuple(tensor._version for tensor in self._counted)
             torch.autograd.graph.increment_version(self._counted)
 
     def _void_graphs(self) -> None:
-        # By two, since one more is the mark of lost contents.
+        # By two, since an increase by one marks lost contents.
         self._versions = None
         for _ in range(2):
             torch.autograd.graph.increment_version(self._counted)
 
     def _choose_slot(self) -> None:
-        """Move to the slot of the plan, if it is free, else out of any that is in use."""
+        """Move to the planned slot if it is free; otherwise leave any slot that is in use."""
         slot = self._host.schedule.pool.slot_of(self)
-        # A program may have departed from the plan: a slot in use is not taken.
+        # A program may have deviated from the plan: a slot in use is not taken.
         if slot is not None and not slot.take(self):
             slot = None
         if slot is not self._slot:
@@ -275,5 +275,5 @@ class ComputeBuffer(FlatBuffer):
             flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))
             for layout_slot, param in zip(self.layout.slots, self._params, strict=True):
-                # .data: modules and the program hold this very parameter, whose hooks stay.
+                # .data: modules and the program hold this parameter object, whose hooks must stay.
                 param.data = self.view(layout_slot.name)

@@ -1,6 +1,6 @@
-"""Which memory units use in turn, not allocating it twice a step: see the package's note.
+"""The memory that units share, so that it is not allocated twice per step: see the package's note.
 
-The decisions are local: they neither issue nor order collectives.
+All decisions are local: they neither issue nor order collectives.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch_impl.runtime.memory.compute_buffer import Pooled, Slot
 from torch_impl.runtime.memory.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
 
-# Programs that alternate between some kinds of steps, such as microbatches, keep one plan.
+# Programs that alternate between a few kinds of steps, such as microbatches, keep one plan.
 _REMEMBERED = 4
 
 
 class _Trace(NamedTuple):
-    """The uses of one step, by buffer; backward began at ``turn``."""
+    """The uses of one step, by buffer; backward began at event ``turn``."""
 
     uses: dict[weakref.ref[Pooled], tuple[Span, ...]]
     turn: int
@@ -27,7 +27,7 @@ class _Trace(NamedTuple):
 
 
 class BufferPool:
-    """Records steps of units below one root, and gives out slots once two steps were alike."""
+    """Records steps of units below one root, and assigns slots once two steps were alike."""
 
     def __init__(self, device: torch.device) -> None:
         self.plan: BufferPlan | None = None
@@ -43,23 +43,23 @@ class BufferPool:
         self._turn: int | None = None
 
     def enable(self, enabled: bool) -> None:
-        """With False, buffers get memory of their own from the next change of main weights on."""
+        """With False, buffers get separate memory from the next change of main weights on."""
         self.enabled = enabled
         self._recent.clear()
         self._replace_plan(None, None)
 
     def slot_of(self, buffer: Pooled) -> Slot | None:
-        """Where the plan puts a buffer; None for memory of its own."""
+        """The slot that the plan assigns to a buffer; None for separate memory."""
         return self._slots.get(weakref.ref(buffer))
 
     def begin_use(self, buffer: Pooled) -> None:
-        """Note that a buffer is in use from now on."""
-        # Weights that are gathered again while they are shown stay in one use.
+        """Record that a buffer is in use from now on."""
+        # Weights that are gathered again while they are shown remain in one use.
         if self._open.setdefault(weakref.ref(buffer), self._time) == self._time:
             self._time += 1
 
     def end_use(self, buffer: Pooled) -> None:
-        """Note that a buffer is in use no more."""
+        """Record that a buffer is no longer in use."""
         reference = weakref.ref(buffer)
         start = self._open.pop(reference, None)
         if start is not None:
@@ -79,7 +79,7 @@ class BufferPool:
             slot.begin(backward=True)
 
     def end_backward(self) -> None:
-        """The outermost backward ended, and the record: buffers still in use are not pooled."""
+        """The outermost backward and the record end: buffers that are still in use are not pooled."""
         if self._turn is not None and self.enabled:
             closed = {ref: spans for ref, spans in self._closed.items() if ref not in self._open}
             self._compare(_Trace(closed, self._turn, self._time))
@@ -98,7 +98,7 @@ class BufferPool:
     def _compare(self, trace: _Trace) -> None:
         known = [*self._recent, trace]
         self._recent.append(trace)
-        # Equal to any earlier record: a program may alternate between kinds of steps.
+        # Equal to any earlier record, because a program may alternate between kinds of steps.
         repeated = [record for index, record in enumerate(known) if record in known[:index]]
         if self._planned not in known and repeated:
             self._plan_slots(max(repeated, key=lambda record: record.duration))

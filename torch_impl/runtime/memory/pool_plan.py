@@ -1,16 +1,16 @@
-"""Which buffers of a training step share memory, planned from when each of them was in use.
+"""Plans which buffers of a training step share memory, from the times when each is in use.
 
-Compute weights and gradient buffers of equal size share a *slot* if they are never in use at once.
-Weights are in use twice a step, in the same slot, because autograd keeps views of it. Time counts
-the beginnings and ends of uses::
+Compute weights and gradient buffers of equal size share a *slot* if they are never in use at the
+same time. Weights are used twice per step, in the same slot, because autograd keeps views of it.
+Time counts the beginnings and ends of uses::
 
     weights a   |####....####|      slot 0   |aaa-ccc..ccc-aaa|      a, b, c  in use by
     weights b   |..########..|      slot 1   |..bbbb....bbbb..|      -        kept for the next use
     weights c   |....####....|                                       .        no memory
 
-A slot keeps its memory between two uses in one pass (forward or backward), unless more bytes would
-be allocated than were ever in use at once in that pass. So planned buffers never need more memory
-than those allocated for each use.
+A slot keeps its memory between two uses in one pass (forward or backward), unless this would raise
+the pass's peak of allocated bytes above its peak of used bytes. So planned buffers never need more
+memory than buffers that are allocated for each use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_LISTED = 40
 class Lifetime:
     """When a buffer is in use in a step: for each span, from event ``start`` to before ``end``.
 
-    ``shares``: it may share memory; else it counts in the peaks that no slot may raise.
+    ``shares``: it may share memory; otherwise it only counts in the peaks that no slot may raise.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Lifetime:
 class BufferPlan:
     """Slots for the buffers of a step; ``str()`` draws it.
 
-    ``slots``: for each of ``lifetimes`` the number of its slot, None for memory of its own.
-    ``memory``: for each slot, when it has memory. Backward begins at event ``turn``; the step has
-    ``duration`` events.
+    ``slots``: for each of ``lifetimes`` the number of its slot, None for separate memory.
+    ``memory``: for each slot, the spans in which it has memory. Backward begins at event ``turn``;
+    the step has ``duration`` events.
     """
 
     lifetimes: tuple[Lifetime, ...]
@@ -63,17 +63,17 @@ class BufferPlan:
 
     @property
     def allocations(self) -> int:
-        """How often memory is allocated in a step."""
+        """The number of allocations in a step."""
         own = [lifetime for lifetime, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
         return sum(len(spans) for spans in self.memory) + sum(len(lifetime.spans) for lifetime in own)
 
     @property
     def peak(self) -> int:
-        """Most bytes of these buffers and slots that are allocated at once."""
+        """The most bytes of these buffers and slots that are allocated at the same time."""
         return max(self._allocated(), default=0)
 
     def keeps(self, slot: int, backward: bool) -> tuple[bool, ...]:
-        """For each use of a slot in a pass, in order: does the slot keep its memory after it?"""
+        """For each use of a slot in a pass, in order: whether the slot keeps its memory after it."""
         ends = [end for _, end in self.memory[slot]]
         return tuple(end not in ends for _, end in self._uses(slot) if (end > self.turn) == backward)
 
@@ -94,14 +94,14 @@ class BufferPlan:
 
 
 def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
-    """A number for each object, from 0 on, different for objects with overlapping spans.
+    """A number from 0 on for each object, different for objects with overlapping spans.
 
-    The fewest numbers if every object has one span. Spans ``(start, end)`` do not include their
+    Uses the fewest numbers if every object has one span. Spans ``(start, end)`` do not include their
     end.
     """
     numbers = [0] * len(objects)
     taken: list[list[Span]] = []
-    # In the order of first uses, a greedy choice is the best one for objects of one span each.
+    # In the order of first uses, a greedy choice is optimal for objects of one span each.
     for index in sorted(range(len(objects)), key=lambda index: min(objects[index])):
         number = 0
         while number < len(taken) and _overlap(taken[number], objects[index]):
@@ -114,7 +114,7 @@ def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
 
 
 def plan_buffers(lifetimes: Sequence[Lifetime], turn: int, duration: int) -> BufferPlan:
-    """Let buffers of one purpose and size share slots; others have memory of their own."""
+    """Let buffers of one purpose and size share slots; others have separate memory."""
     classes: dict[tuple[str, int], list[int]] = {}
     for index, lifetime in enumerate(lifetimes):
         if lifetime.shares:
@@ -140,13 +140,13 @@ def _bridge(
     turn: int,
     duration: int,
 ) -> tuple[tuple[Span, ...], ...]:
-    """When each slot has memory: during uses, and between them where no peak is raised."""
+    """When each slot has memory: during uses, and between them if this raises no peak."""
     allocated = _sum([(span, lifetime.nbytes) for lifetime in lifetimes for span in lifetime.spans], duration)
     peaks = max(allocated[:turn], default=0), max(allocated[turn:], default=0)
     sizes = {
         slot: lifetime.nbytes for lifetime, slot in zip(lifetimes, slots, strict=True) if slot is not None
     }
-    # Not over the turn: a pool releases memory that is not in use when a pass ends.
+    # Not over the turn: a pool releases unused memory when a pass ends.
     gaps = [
         (start - end, slot, end, start)
         for slot, spans in enumerate(uses)
@@ -155,7 +155,7 @@ def _bridge(
     ]
     heapq.heapify(gaps)
     kept: set[tuple[int, int]] = set()
-    # The shortest first: each bridged gap saves one allocation, short ones block the least.
+    # The shortest first: each bridged gap saves one allocation, and short gaps block the least.
     while gaps:
         _, slot, end, start = heapq.heappop(gaps)
         limit = peaks[start >= turn] - sizes[slot]

@@ -1,9 +1,9 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability.
 
-With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one. Those
-that say themselves what is gathered of them are one too, see ``extension``. The package's note
-defines the buffers of a group; ``group_weights`` has those of weights, ``gradient`` and
-``reduction`` those of gradients.
+With a float8 ``gather_dtype`` the quantized parameters form one group, and the others another.
+Parameters whose class determines what is gathered also form a group, see ``extension``. The
+package's note defines the buffers of a group. ``group_weights`` has the buffers of weights,
+``gradient`` and ``reduction`` the buffers of gradients.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch_impl.runtime.weights.group_weights import GroupWeights
 
 
 class ParameterGroup:
-    """Parameters of one group, ``owned`` in the order of ``spec.names``, and what works on them.
+    """The parameters of one group, ``owned`` in the order of ``spec.names``, and their weights.
 
     ``weights`` have no memory yet, and get it on ``device``. ``unequal``: some ranks have no values
-    yet, so all wait for some.
+    yet, so all ranks wait for a load.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ParameterGroup:
         self.layout, self.mesh = spec.layout, spec.levels.mesh
         self.strategy, self.dtypes, self.shard_parameters = spec.strategy, spec.dtypes, spec.shard_parameters
         self.all_reduce_hook = spec.hook
-        # Weakly: modules hold the unit and it this group; a deleted model frees memory at once.
+        # Weak: modules hold the unit, which holds this group; a deleted model frees memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in param.sites] for param in owned]
         self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
@@ -66,7 +66,7 @@ class ParameterGroup:
 
     @property
     def divisor(self) -> float:
-        """By what gradients summed over the ranks are divided; may be set at any time."""
+        """The divisor of gradients summed over the ranks; may be set at any time."""
         return self._group_spec.divisor.value
 
     @divisor.setter
@@ -76,9 +76,9 @@ class ParameterGroup:
     def materialize(self, device: torch.device) -> None:
         """Give weights on the meta device memory on ``device``, or on the host with offload.
 
-        They are zeros, but for those that have memory of their own, whose values are taken: modules
-        inside a unit may be materialized and initialized by themselves. The parameters stay the
-        same objects, for an optimizer that holds them already.
+        The memory contains zeros, except for weights that already have separate memory, whose values
+        are taken: modules inside a unit may be materialized and initialized separately. The
+        parameters remain the same objects, because an optimizer may already hold them.
         """
         planned = list(self.params)
         values = [None if param.is_meta else param.detach() for param in planned]
@@ -95,11 +95,11 @@ class ParameterGroup:
 
     @property
     def has_memory_apart(self) -> bool:
-        """Whether all weights have memory of their own and the group none: see ``materialize``."""
+        """Whether all weights have separate memory and the group has none: see ``materialize``."""
         return self.weights.on_meta and not any(param.is_meta for param in self.params)
 
     def _connect(self) -> None:
-        """Make what collects and reduces gradients; nothing is under way."""
+        """Make the objects that collect and reduce gradients; nothing is in progress yet."""
         spec = self._group_spec
         self._rows = [local_of(param) for param in self.params]
         for name, param in zip(spec.names, self.params, strict=True):
@@ -119,11 +119,11 @@ class ParameterGroup:
 
     @property
     def unit_name(self) -> str:
-        """Name of the unit's module below its root, ``"root"`` of the root itself."""
+        """The name of the unit's module below its root, or ``"root"`` for the root itself."""
         return self.weights.unit_name
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``late_backward``: what modules compute with, wrapped in DTensors or not."""
+        """See ``late_backward``: the weights that modules compute with, inside DTensors or not."""
         for name, whole in zip(self.names, self.unsharded, strict=True):
             yield from ((name, part) for part in {whole, *plain_parts(whole)})
 
@@ -131,7 +131,7 @@ class ParameterGroup:
         """Show the compute weights or the main weights as the modules' parameters."""
         if shown is self._shown:
             return
-        # A program may freeze and unfreeze the parameters that it sees, be they sharded or whole.
+        # A program may freeze and unfreeze the parameters that it sees, sharded or whole.
         if self._shown is not Shown.MAIN:
             for sharded, whole, before in zip(
                 self.params, self.unsharded, self._shown_trainable, strict=True
@@ -148,7 +148,7 @@ class ParameterGroup:
         self._shown = shown
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """As ``nn.Module.zero_grad``, of sharded parameters that no module shows."""
+        """As ``nn.Module.zero_grad``, for sharded parameters that no module shows."""
         for param in self.params if self._shown is Shown.WHOLE else ():
             if set_to_none:
                 param.grad = None
@@ -156,11 +156,11 @@ class ParameterGroup:
                 param.grad.zero_()
 
     def attach(self) -> None:
-        """Put the sharded parameters in the place of the given ones."""
+        """Replace the original parameters by the sharded ones."""
         self._register(self.params)
 
     def places(self) -> Iterator[tuple[int, nn.Module, str]]:
-        """Where parameters are registered: index, module, attribute; several for a tied one."""
+        """Each registration of a parameter: index, module, attribute; several for a tied one."""
         for index, shown in enumerate(self._sites):
             for module_ref, attr in shown:
                 module = module_ref()
@@ -182,13 +182,13 @@ class ParameterGroup:
         if self.unequal and self.weights.main_version == self._first_version:
             raise RuntimeError(
                 f"parameter {self.names[0]!r} was sharded with values on some ranks and on the "
-                "meta device on others, and none were loaded since: load one state dict on all "
+                "meta device on others, and no values were loaded since: load one state dict on all "
                 "ranks, for example by set_model_state_dict with "
                 "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
             )
         params: list[Any] = self.params  # DTensors, which torch's stubs do not know
         for name, param, rows in zip(self.names, params, self._rows, strict=True):
-            # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
+            # ``to`` and ``to_empty`` of a module inside a unit replace the tensor in the parameter.
             if param._local_tensor is not rows:
                 raise RuntimeError(
                     f"parameter {name!r} was converted or moved after fully_shard: expected rows "
@@ -196,7 +196,7 @@ class ParameterGroup:
                     "convert a model before sharding, and call to_empty() on a sharded module"
                 )
         for index, module, attr in self.places():
-            # torch.func.functional_call puts back whole weights, also after these were hidden.
+            # torch.func.functional_call restores whole weights, even after these were hidden.
             if module._parameters.get(attr) is self.unsharded[index]:
                 _register(module, attr, self.params[index])
             if module._parameters.get(attr) is not self.params[index]:
@@ -209,7 +209,7 @@ class ParameterGroup:
                 )
 
     def _check_unfrozen(self) -> None:
-        """RuntimeError for a parameter that was sharded frozen, and would train in its dtype."""
+        """RuntimeError for a parameter that was frozen when sharded, and would train in its dtype."""
         main, trained = self.dtypes.main, self.dtypes.trained
         if main == trained:
             return
@@ -218,14 +218,14 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"parameter {name!r} was frozen when fully_shard took it, and so kept {main}: "
                     "expected it to stay frozen, since trainable parameters have main weights in "
-                    f"{trained}, got requires_grad=True; unfreeze it before fully_shard, or train "
-                    "frozen parameters in the dtype in which they were given by "
-                    "MixedPrecisionPolicy(main_dtype=None)"
+                    f"{trained}, got requires_grad=True; unfreeze it before fully_shard, or use "
+                    "MixedPrecisionPolicy(main_dtype=None), with which parameters train in their "
+                    "original dtype"
                 )
 
 
 def _show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter, shown: Shown) -> None:
-    """Show a weight of a module, unless it was replaced: the next forward refuses that."""
+    """Show a weight of a module, unless it was replaced, which the next forward refuses."""
     if isinstance(module._parameters, WholeByKey):
         vars(module)["_parameters"] = module._parameters.hide(attr)
     registered = module._parameters.get(attr)
@@ -243,7 +243,7 @@ def _show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter,
 
 def _register(module: nn.Module, attr: str, param: nn.Parameter) -> None:
     """Make ``param`` a parameter of the module."""
-    # Only modules that watch assignments (RNNs cache their weights) need the slow way.
+    # Only modules that watch assignments (RNNs cache their weights) need the slow path.
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[attr] = param
     else:

@@ -1,4 +1,4 @@
-"""Bytes that a sharded module holds on this rank, by kind, read from the live storages."""
+"""Bytes that a sharded module holds on this rank, by kind, measured from the live storages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_impl.runtime.unit.group import ParameterGroup
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of this rank's that lie in the host's memory, by the kinds of ``MemoryReport``."""
+    """This rank's bytes in the host's memory, by the kinds of ``MemoryReport``."""
 
     main_weights: int = 0
     gradients: int = 0
@@ -28,14 +28,14 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank's device. ``padding``: the part of ``main_weights`` of no parameter.
+    """Bytes on this rank's device. ``padding``: the part of ``main_weights`` without parameters.
 
     With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in
     ``compute_weights``.
 
-    ``on_host``: what lies in the host's memory instead, by ``CPUOffloadPolicy`` or
-    ``offload_fraction``, and ``host`` its total; neither is in ``total``. On a mesh of CPUs both
-    are memory of one kind, and are told apart all the same.
+    ``on_host``: bytes in the host's memory instead, by ``CPUOffloadPolicy`` or
+    ``offload_fraction``, and ``host`` their total; neither is in ``total``. On a mesh of CPUs both
+    are the same kind of memory, but are still counted separately.
     """
 
     main_weights: int
@@ -73,18 +73,18 @@ class MemoryReport:
 
 
 def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:
-    """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter.
+    """Measure ``groups``; moments are all their optimizer state in the shape of a parameter.
 
-    TypeError for what is no optimizer.
+    TypeError for anything but an optimizer.
     """
     if optimizer is not None and not hasattr(optimizer, "state"):
         raise TypeError(f"memory_report: expected an optimizer or None, got {type(optimizer).__name__}")
     weights: list[torch.Tensor] = []
     device, host = Counter[str](), Counter[str]()
-    # Which parameters' state an optimizer keeps on the host, where it can.
+    # Tells which parameters' state an optimizer keeps on the host, if it can.
     offloads: Callable[[torch.Tensor], bool] = getattr(optimizer, "offloads", lambda param: False)
     for group in groups:
-        # Shapes only: storages of meta tensors report bytes that nobody has.
+        # Shapes only: storages of meta tensors report bytes that do not exist.
         if group.weights.on_meta:
             continue
         own = device if group.host is None else host

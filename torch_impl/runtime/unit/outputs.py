@@ -1,4 +1,4 @@
-"""Outputs of a unit's module that are its weights, or lie in their memory."""
+"""Outputs of a unit's module that are its weights, or share their memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch_impl.runtime.unit.group import ParameterGroup
 
 
 def shows_weights(output: Any, groups: Sequence[ParameterGroup]) -> bool:
-    """Whether ``output`` has a whole parameter itself, at which no hook tells of a backward."""
+    """Whether ``output`` contains a whole parameter itself, where no hook can signal a backward."""
     own = {id(param) for group in groups for param in group.unsharded}
     return not own.isdisjoint(map(id, leaves_of(output)))
 
 
 def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) -> Any:
-    """``output`` with copies of what shares memory with weights, which a reshard frees.
+    """``output`` with copies of tensors that share memory with weights, which a reshard frees.
 
-    RuntimeError where that is inside an object which cannot be searched; ``module`` names the class
-    in its text.
+    RuntimeError if such a tensor is inside an object that cannot be searched; ``module`` names the
+    class in its text.
     """
     sharded = [group for group in groups if group.shard_parameters]
     freed = [tensor for group in sharded for tensor in group.weights.compute_tensors if tensor.numel()]
@@ -32,15 +32,15 @@ def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) 
     if left:
         raise RuntimeError(
             f"{module}: an output shares memory with the sharded parameters, inside an object that "
-            "is no tuple, list or dict; return a clone() of it"
+            "is not a tuple, list or dict; return a clone() of it"
         )
     return output
 
 
 def _copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
-    """Put copies in place of tensors whose memory is one of ``storages`` (addresses).
+    """Replace tensors whose memory is one of ``storages`` (addresses) by copies.
 
-    Also returns whether such tensors are left, in objects that cannot be rebuilt.
+    Also returns whether such tensors remain, in objects that cannot be rebuilt.
     """
 
     def aliases(leaf: Any) -> bool:
@@ -51,8 +51,8 @@ def _copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Addresses of a tensor's memory, or of tensors that it wraps; empty if unknown."""
-    # Plain tensors, as most outputs are, wrap no others.
+    """Addresses of a tensor's memory, or of the tensors that it wraps; empty if unknown."""
+    # Plain tensors, the usual outputs, wrap no others.
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))

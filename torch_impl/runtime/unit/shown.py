@@ -1,9 +1,9 @@
-"""Which weights a module shows, and how it shows two kinds at once.
+"""Which weights a module shows, and how it shows two kinds at the same time.
 
 After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields
 sharded main weights. ``nn.Module`` looks up attributes in its dictionary of parameters by key. All
-else reads the items of the dictionary, also copies and pickles of the module. So a dictionary that
-gives whole weights by key serves both.
+other code, such as copies and pickles of the module, reads the items of the dictionary. So a
+dictionary that returns whole weights by key serves both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shown(Enum):
 
 
 class WholeByKey(dict[str, Any]):
-    """The parameters of a module, ``plain``; a key of ``whole`` reads its second parameter."""
+    """The parameters of a module, ``plain``; a key in ``whole`` returns its second parameter."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
@@ -39,14 +39,14 @@ class WholeByKey(dict[str, Any]):
 
     def __setitem__(self, key: str, param: Any) -> None:
         main, whole = self.whole.get(key, (None, None))
-        # What torch.func.functional_call puts back it has read by this key.
+        # torch.func.functional_call restores a weight that it has read by this key.
         super().__setitem__(key, param if whole is None or param is not whole else main)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
     def hide(self, key: str) -> dict[str, Any]:
-        """Forget the whole weight of ``key``; the dictionary for the module to have from now on."""
+        """Drop the whole weight of ``key``; returns the dictionary for the module from now on."""
         self.whole.pop(key, None)
         if self.whole:
             return self

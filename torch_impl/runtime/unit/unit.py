@@ -1,4 +1,4 @@
-"""The life of one unit: gather before forward and backward, reduce and free after.
+"""The life of one unit: gather before forward and backward, reduce and free afterwards.
 
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
@@ -6,8 +6,8 @@
 After a forward that does not reshard, ``module.weight`` is whole until the end of the next
 backward, as in FSDP2.
 
-``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at
-its end. Whatever an exception leaves open is dropped at once, or at the next forward.
+``phase`` lists all phases and transitions. A callback at the end of a backward closes what the
+backward leaves open. State that an exception leaves open is dropped at once, or at the next forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch_impl.runtime.weights.schedule import Schedule, ScheduledUnit
 
 
 class Unit:
-    """State of a sharded module, to which it holds no reference."""
+    """The state of a sharded module, without a reference to the module."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Unit:
         self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self._context, self._policy = context, policy
         self.device, self.has_parameters = context.device, bool(self.groups)
-        # None until a forward has told which unit is the root.
+        # None until a forward has shown which unit is the root.
         self._is_root: bool | None = None
-        # Inputs of the calls that run, where gradients may be computed.
+        # Inputs of the running calls, if gradients may be computed.
         self._calls: list[autograd.WatchedInputs | None] = []
         self._backwards = UnitBackwards()
         self._numbers = itertools.count()
@@ -69,9 +69,9 @@ class Unit:
         """Register the sharded parameters and the hooks; cannot fail half-way."""
         for group in self.groups:
             group.attach()
-        # First of all: other hooks may read parameters.
+        # Before all other hooks, because they may read parameters.
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        # Errors are met by ``FSDPModule.__call__``, which knows how many calls were open before.
+        # ``FSDPModule.__call__`` handles errors, because it knows how many calls were open before.
         module.register_forward_hook(self.post_forward)
         # State dicts read ``_parameters``, which may have whole weights after ``unshard()``.
         module.register_state_dict_pre_hook(self.show_sharded)
@@ -85,20 +85,20 @@ class Unit:
                 self._watch_gradients(index)
 
     def collect_apart(self) -> None:
-        """Take weights to which modules inside gave memory by a ``to_empty`` of their own."""
+        """Take weights to which inner modules gave memory by a separate ``to_empty``."""
         if apart := [group for group in self.groups if group.has_memory_apart]:
             self.materialize(self.device, apart)
 
     def _watch_gradients(self, index: int) -> None:
-        """Be told of each complete gradient of a group; hooks live as long as its whole parameters."""
+        """Get a call for each complete gradient of a group; hooks live as long as the whole parameters."""
         for k, param in enumerate(self.groups[index].unsharded):
-            # Weakly: the whole parameter lives in graphs, which must not keep the unit.
+            # Weak: the whole parameter lives in graphs, which must not keep the unit.
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(autograd.weakly(self._collect_gradient, index, k))
 
     @property
     def schedule(self) -> Schedule:
-        """What units below one root share; a unit's own until a root runs forward."""
+        """The state that units below one root share; a unit's own until a root runs forward."""
         return self._context.schedule
 
     @property
@@ -106,7 +106,7 @@ class Unit:
         return self._context.phase
 
     def _enter(self, event: Event, phase: Phase) -> None:
-        """Go on to ``phase``; RuntimeError if the table has no such way. No other code does."""
+        """Change to ``phase``; RuntimeError if the table forbids it. No other code changes it."""
         before = self._context.phase
         if (before, phase) not in LEGAL[event]:
             refuse_transition(event, before, phase)
@@ -124,7 +124,7 @@ class Unit:
         self.collect_apart()
         self._gather(refresh=True)
         if self.phase is Phase.REST and self._backwards:
-            # The end of the backward frees them then.
+            # The end of the backward will free them.
             self._enter(Event.UNSHARD, Phase.BACKWARD)
         elif self.phase in (Phase.REST, Phase.KEPT):
             self._enter(Event.UNSHARD, Phase.UNSHARDED)
@@ -134,20 +134,20 @@ class Unit:
     def _gather(self, refresh: bool) -> None:
         for group in self.groups:
             group.unshard(refresh)
-        # All or none: a program that goes on after an error sees the sharded parameters.
+        # All or none: a program that continues after an error sees the sharded parameters.
         for group in self.groups:
             group.show(Shown.WHOLE)
 
     @property
     def has_weights(self) -> bool:
-        """Whether compute weights are there or on their way."""
+        """Whether compute weights are gathered or are being gathered."""
         return any(group.weights.gathering or group.weights.compute.allocated for group in self.groups)
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
         if self.phase is Phase.REST:
             for group in self.groups:
-                # Weights that have arrived are kept ones, of a root for example.
+                # Weights that have arrived were kept, for example by a root.
                 if group.shard_parameters and group.weights.gathering:
                     group.weights.compute.free()
 
@@ -163,7 +163,7 @@ class Unit:
             group.show(Shown.MAIN)
 
     def show_sharded(self, *_: Any) -> None:
-        """Show the main weights, unless a forward reads compute weights; these stay in memory."""
+        """Show the main weights, unless a forward reads compute weights, which then stay in memory."""
         rests = self.phase in (Phase.UNSHARDED, Phase.KEPT, Phase.BACKWARD)
         self._enter(Event.STATE_DICT, Phase.REST if rests else self.phase)
         self._hide(free=False)
@@ -176,16 +176,16 @@ class Unit:
             self._become_root(module)
         event, phase = Event.FORWARD_BEGINS, Phase.FORWARD
         if in_backward:
-            # A backward follows what is recomputed with gradients, and needs the weights again.
+            # A backward follows a recomputation with gradients, and needs the weights again.
             if torch.is_grad_enabled():
                 event, phase = Event.RECOMPUTE_BEGINS, Phase.RECOMPUTE
             self.schedule.rest_at_end(self)
         elif self._backwards or self.phase in (Phase.RECOMPUTE, Phase.RECOMPUTED):
-            # No backward runs on this thread, so the one that these are left from has raised.
+            # No backward runs on this thread, so the backward that left this state has raised.
             self.abandon_backward()
         self._begin(event, phase, in_backward)
         # Reentrant checkpointing runs its forward without gradients, but in training mode;
-        # evaluation does not train.
+        # evaluation is not in training mode.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._backwards.count_forward()
         if (cast := input_dtype(self._policy)) is not None:
@@ -200,7 +200,7 @@ class Unit:
         return args, kwargs
 
     def _become_root(self, module: nn.Module) -> None:
-        """Share this unit's schedule with all units below, before which it runs first."""
+        """Share this unit's schedule with all units below, since it is the first to run."""
         for name, child in module.named_modules():
             unit = getattr(child, "_unit", None)
             if isinstance(unit, Unit):
@@ -209,17 +209,17 @@ class Unit:
                 unit._is_root = unit is self
 
     def _range(self, what: str) -> AbstractContextManager[Any]:
-        # Counters of collectives, too, take the unit's name from here; the root has none.
+        # Counters of collectives also read the unit's name from here; the root has none.
         name = "" if self._is_root else self._context.name
         return self.schedule.streams.range(f"{name} {what}".lstrip())
 
     @outside_transforms
     def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
         """Gather this unit's weights, then begin with the next unit's."""
-        # Recompute in backward must see the weights that the forward saw.
+        # Recomputation in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
-        # Other weights that are shown are gathered, and their unit has its place in the order.
+        # Otherwise the shown weights are already gathered, and their unit is already in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
             begins = self.schedule.begin_backward if in_backward else self.schedule.begin_forward
             # The pool's record of a step begins with the root's weights.
@@ -227,8 +227,8 @@ class Unit:
             self.start_unshard(refresh)
             named = self.backward_prefetch if in_backward else self.forward_prefetch
             following = expected if named is None else [unit for ref in named if (unit := ref())]
-        # After the own weights have come, not beside them: backends hold a copy of what they
-        # gather. With gradients that wait for freed weights, this took the benchmark's peak on 2
+        # After this unit's own weights have come, not at the same time: backends hold a copy of what
+        # they gather. With gradients that wait for freed weights, this took the benchmark's peak on 2
         # gloo ranks from 898 to 833 MB.
         self._gather(refresh)
         self._enter(event, phase)
@@ -246,7 +246,7 @@ class Unit:
             seen = autograd.watch_outputs(output, inputs)
             output = inputs.release(output)
         frees = self._frees_after_forward
-        # In a backward no program goes on with what is left. An unseen one would not end it.
+        # In a backward no program uses kept weights. An unseen backward would not end them.
         keeps = not frees and seen and autograd.current_backward() is None
         keeps = keeps and not shows_weights(output, self.groups)
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
@@ -255,15 +255,15 @@ class Unit:
 
     @property
     def open_calls(self) -> int:
-        """How many forwards of the module are running."""
+        """The number of running forwards of the module."""
         return len(self._calls)
 
     def drop_open_calls(self, open_calls: int) -> None:
-        """Drop what a forward left open that raised; ``open_calls`` were running before it."""
+        """Drop the state of a forward that raised; ``open_calls`` forwards were running before it."""
         self.schedule.open_forwards -= len(self._calls) - open_calls
-        # Of calls that an error left open, only those inside of the call that raised.
+        # Of the calls that an error left open, only those inside the call that raised.
         del self._calls[open_calls:]
-        # Else it raised before anything was shown, perhaps because someone replaced a parameter.
+        # Otherwise it raised before anything was shown, perhaps because a parameter was replaced.
         if self.phase is not Phase.REST:
             self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
         self.schedule.recover()
@@ -272,7 +272,7 @@ class Unit:
     def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
         raised = event is Event.FORWARD_RAISES
         if self._calls:
-            # What raised is not recomputed for a backward; an outer call of the module goes on.
+            # A forward that raised is not recomputed for a backward; an outer call continues.
             self._enter(event, Phase.FORWARD if raised else self.phase)
         elif self._backwards:
             self._enter(event, Phase.BACKWARD)
@@ -305,11 +305,11 @@ class Unit:
         task = autograd.current_backward()
         if task is None or task in self._backwards:
             return
-        # The engine drops a backward that raised, and its callbacks; an outer one is held.
+        # The engine drops a backward that raised, and its callbacks, but holds an outer backward.
         if self._backwards.raised:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
-        # A backward through what this one computes reads several units' weights by turns.
+        # A backward through the results of this one reads several units' weights alternately.
         if torch.is_grad_enabled() and self.schedule.pool.enabled:
             self.schedule.pool.enable(False)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
@@ -340,24 +340,24 @@ class Unit:
             self._backwards.forget_calls()
 
     def rest_after_recompute(self) -> None:
-        """All backwards ended: free recomputed weights that none of them followed."""
+        """All backwards ended: free recomputed weights if none of the backwards used them."""
         if self.phase is Phase.RECOMPUTED:
             self._rest(Event.NOT_FOLLOWED)
 
     def end_pass(self) -> None:
-        """All backwards ended, one went through units: show main weights if not through this one."""
+        """All backwards ended, one through units: show main weights if it missed this unit."""
         if self.phase is Phase.KEPT:
             self._rest(Event.PASS_ENDS)
 
     def _finish_gradients(self) -> None:
-        """Reduce or keep what was collected; after weights were freed: backends copy."""
-        # With create_graph gradients are enabled here, and sums over ranks have no graph.
+        """Reduce or keep the collected gradients; after weights were freed, since backends copy."""
+        # With create_graph gradients are enabled here, but sums over ranks have no graph.
         with torch.no_grad(), self._range("reduce"):
             self.gradients.finish()
             self.schedule.begin_reductions()
 
     def reduce_waiting(self) -> None:
-        """A backward has ended: reduce what earlier ones left, if this unit took no part in it."""
+        """A backward has ended: reduce waiting sums of earlier ones, if this unit took no part."""
         self.gradients.end_backward()
         waiting = self.gradients.waiting()
         if waiting:
@@ -372,12 +372,12 @@ class Unit:
         self._hide(free=self.reshard_after_backward and not self._backwards.needed_later)
 
     def drop_raised(self) -> None:
-        """Drop what a backward left that raised, if one did."""
+        """Drop the state of a backward that raised, if one did."""
         if self._backwards.raised:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """Drop what a backward left, whether it raised or not."""
+        """Drop the state of a backward, whether it raised or not."""
         self._drop_backward()
         self._rest(Event.ABANDON)
 

@@ -1,4 +1,4 @@
-"""The backwards that a unit takes part in, and what becomes of the gradients that they compute."""
+"""The backwards in which a unit takes part, and the handling of the gradients that they compute."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_impl.runtime.unit.group import ParameterGroup
 class UnitBackwards:
     """Backwards that a unit has joined and that have not ended; true if there are any.
 
-    They tell when one has computed the gradients of all inputs of the unit. Calls of the unit are
-    counted for that, not gradients of its parameters, since ranks may use different parameters.
+    They tell when a backward has computed the gradients of all inputs of the unit. This counts calls
+    of the unit, not gradients of its parameters, since ranks may use different parameters.
     """
 
     def __init__(self) -> None:
-        # By number; a dead reference: it raised.
+        # By number; a dead reference means that the backward raised.
         self._ends: dict[int, weakref.ref[Any]] = {}
-        # Calls whose outputs have gradients and whose inputs lack some, or are unknown.
+        # Calls whose outputs have gradients while some inputs lack theirs, or are unknown.
         self._open_calls: set[int] = set()
         self._forwards = 0
         self._makes_graph = self.needed_later = False
@@ -39,7 +39,7 @@ class UnitBackwards:
         return bool(self._ends) and all(end() is None for end in self._ends.values())
 
     def count_forward(self) -> None:
-        """A forward has begun whose backward may come."""
+        """A forward has begun whose backward may follow."""
         self._forwards += 1
 
     def join(self, task: int, end: weakref.ref[Any]) -> None:
@@ -53,25 +53,25 @@ class UnitBackwards:
         # A call has several outputs; the inputs that take part are counted at the first.
         if number not in self._open_calls:
             self._open_calls.add(number)
-            # Of gradients that leave the unit unseen, no hook would gather the weights again.
+            # For gradients that leave the unit unseen, no hook would gather the weights again.
             self.needed_later |= not inputs.expect() and torch.is_grad_enabled()
 
     def complete_inputs(self, number: int, seen: bool) -> bool:
-        """The inputs of call ``number`` have their gradients; whether nothing more is to come.
+        """The inputs of call ``number`` have their gradients; returns whether no more are to come.
 
         ``seen``: a backward through these gradients would be noticed.
         """
         self.needed_later |= not seen
         self._open_calls.discard(number)
-        # Another call's backward may come. Calls, unlike gradients, are equal on all ranks.
+        # Another call's backward may follow. Calls, unlike gradients, are equal on all ranks.
         return bool(self._ends) and not self._open_calls and self._forwards <= 1
 
     def end(self, task: int) -> None:
-        """Backward ``task`` has ended, which the unit may have dropped before."""
+        """Backward ``task`` has ended, which the unit may already have dropped."""
         self._ends.pop(task, None)
 
     def forget_calls(self) -> None:
-        """Expect no backward of the calls made until now, but where the graph was extended."""
+        """Expect no backward of earlier calls, unless the graph was extended."""
         self._open_calls.clear()
         if not self._makes_graph:
             self._forwards = 0
@@ -105,25 +105,25 @@ class UnitGradients:
         return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
 
     def attach_main_grads(self) -> None:
-        """A backward of the unit begins: let fused kernels write gradients if asked for."""
+        """A backward of the unit begins: let fused kernels write gradients if requested."""
         if self.exposes_main_grad:
             for group in self._groups:
                 group.gradient.attach_main_grads(self._keeps(group))
 
     def add_gradient(self, index: int, k: int, reshards: bool) -> None:
-        """Collect the gradient of parameter ``k`` of a group; ``reshards``: the unit does.
+        """Collect the gradient of parameter ``k`` of a group; ``reshards``: whether the unit does.
 
         RuntimeError in a backward with ``create_graph=True``.
         """
         group = self._groups[index]
-        # Autograd enables gradients in hooks of a backward with create_graph=True only.
+        # Autograd enables gradients in hooks only in a backward with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"parameter {group.names[k]!r} of unit {group.unit_name!r}: expected a backward "
-                "without create_graph=True, since the gradient of a sharded parameter, a sum over "
-                "ranks, has no graph, got one with it; for derivatives by inputs call "
-                "torch.autograd.grad(outputs, inputs, create_graph=True), and backward() of what "
-                "is computed from them"
+                "without create_graph=True, since the gradient of a sharded parameter is a sum over "
+                "ranks and has no graph, got create_graph=True; for derivatives with respect to "
+                "inputs call torch.autograd.grad(outputs, inputs, create_graph=True), and backward() "
+                "of a result that is computed from them"
             )
         group.gradient.add_gradient(k, self._keeps(group), reshards and group.shard_parameters)
 
@@ -132,7 +132,7 @@ class UnitGradients:
         self._reached = self._reached or accumulates
 
     def takes_part(self) -> bool:
-        """Whether the backward that runs now computes a gradient of any parameter of the unit."""
+        """Whether the running backward computes a gradient of any parameter of the unit."""
         return any(
             param.requires_grad and autograd.reaches(param)
             for group in self._groups
@@ -140,9 +140,9 @@ class UnitGradients:
         )
 
     def finish(self) -> None:
-        """Reduce or keep what was collected; also nothing, if other ranks may have collected."""
+        """Reduce or keep the collected gradients; also none, if other ranks may have collected."""
         reached, self._reached = self._reached, False
-        # All groups of the unit are reduced side by side, during the next unit's backward.
+        # All groups of the unit are reduced together, during the next unit's backward.
         self._wait_for_others(self._groups)
         for group in self._groups:
             if self._keeps(group):
@@ -156,12 +156,12 @@ class UnitGradients:
             groups[0].gradient.wait_for_others()
 
     def waiting(self) -> list[ParameterGroup]:
-        """Groups with sums of earlier backwards that ``reduce_waiting`` is to reduce now."""
+        """Groups with sums of earlier backwards that ``reduce_waiting`` must reduce now."""
         last = self._reduces_all
         return [group for group in self._groups if group.reduction.waits(last) and not self._keeps(group)]
 
     def reduce_waiting(self, groups: Sequence[ParameterGroup]) -> None:
-        """Reduce what earlier backwards left in these."""
+        """Reduce the sums that earlier backwards left in these groups."""
         self._wait_for_others(groups)
         for group in groups:
             group.gradient.reduce(self._reduces_all, idle=True)
@@ -173,7 +173,7 @@ class UnitGradients:
                 group.weights.step_may_follow()
 
     def abandon(self) -> None:
-        """Drop what was collected in a backward that raised."""
+        """Drop the gradients collected in a backward that raised."""
         self._reached = False
         for group in self._groups:
             group.gradient.abandon()

@@ -1,9 +1,9 @@
 """The weights of a group of parameters with extensions of the all-gather: see ``extension``.
 
-A gather asks each parameter what to gather, and fills tensors that stay the same ones, so that
-whole parameters, which share their memory with them or are filled from them, stay the same too.
-While the weights are free, only the storages are empty. What is written there again counts as a
-change for autograd only if main weights have changed.
+A gather asks each parameter what to gather, and fills tensors that stay the same objects. Whole
+parameters share memory with these tensors or are filled from them, so they stay the same objects,
+too. While the weights are free, only the storages are empty. Filling them again counts as a change
+for autograd only if main weights have changed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch_impl.runtime.weights.group_weights import GroupWeights, Version
 
 
 class ExtendedWeights(GroupWeights):
-    """``shards``: the own rows of the parameters ``owned``, see ``own_rows``.
+    """``shards``: this rank's rows of the parameters ``owned``, see ``own_rows``.
 
-    There are no flat main weights and no flat compute weights, so that this is the memory of the
-    latter, too.
+    There are no flat main weights and no flat compute weights, so this object is also the memory of
+    the compute weights.
     """
 
     separate = gathers = True
@@ -57,7 +57,7 @@ class ExtendedWeights(GroupWeights):
             ExtendedWeight(parameter, shard, axis, mesh.sizes[0])
             for parameter, shard in zip(owned, shards, strict=True)
         ]
-        # Inner tensors of a wrapper are attributes too, which a copy of the wrapper has.
+        # Inner tensors of a wrapper are attributes too. A copy of the wrapper has them, so they are left out.
         self._marks = [
             {
                 key: value
@@ -74,7 +74,7 @@ class ExtendedWeights(GroupWeights):
         return self
 
     def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
-        # Rows were cut from the values before.
+        # The rows were already cut from the values.
         main_device = HOST if self._group_spec.host is not None and device.type != "meta" else device
         self.compute_device = device
         for weight in self._extended:
@@ -84,7 +84,7 @@ class ExtendedWeights(GroupWeights):
                 weight.shard = weight.shard.to(main_device)
         self.params = [self._sharded(index, param) for index, (param, _) in enumerate(originals)]
         self.on_meta = self._extended[0].shard.is_meta
-        # Their class is known only when they are made of what is gathered first.
+        # Their class is known only after the first gather, when they are made.
         self.unsharded = [nn.Parameter(torch.empty(0), requires_grad=False) for _ in self.params]
         for param, marks in zip(self.params, self._marks, strict=True):
             vars(param).update(marks)
@@ -124,7 +124,7 @@ class ExtendedWeights(GroupWeights):
 
     @property
     def main_version(self) -> Version:
-        # A program may write to the inner tensors, whose wrapper counts nothing of that.
+        # A program may write to the inner tensors, which the wrapper does not count.
         shards = [
             *map(local_of, self.params),
             *(tensor.shard for tensor in self._extended),
@@ -142,14 +142,14 @@ class ExtendedWeights(GroupWeights):
 
     @property
     def gather_bytes(self) -> int:
-        """What a gather fills; 0 before the first one."""
+        """The bytes that a gather fills; 0 before the first one."""
         return sum(
             output.numel() * output.element_size() for weight in self._extended for output in weight.outputs
         )
 
     def _steps(self, changed: bool, current: bool) -> list[Step]:
-        # Nothing is kept of a gather.
-        # As in ``settle``.
+        # No shard is kept from the last gather, so ``current`` changes nothing.
+        # Contexts as in ``settle``.
         with torch.inference_mode(False), torch.no_grad():
             self._ask()
             self._prepare(changed)
@@ -174,7 +174,7 @@ class ExtendedWeights(GroupWeights):
         for weight, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
             if sizes != agreed:
                 raise RuntimeError(
-                    f"{weight.name}: expected fsdp_pre_all_gather to return tensors of the sizes "
+                    f"{weight.name}: expected fsdp_pre_all_gather to return tensors with the sizes "
                     f"of its first call, {agreed}, got {sizes}"
                 )
 
@@ -188,14 +188,14 @@ class ExtendedWeights(GroupWeights):
                 if isinstance(theirs[index], str) or theirs[index] != everyone[0][index]:
                     raise RuntimeError(
                         f"{weight.name}: expected fsdp_pre_all_gather to return tensors of equal "
-                        "sizes on all ranks, rows padded to those of the first rank, got "
+                        "sizes on all ranks, with rows padded to the number on the first rank, got "
                         f"{everyone[0][index]} on rank 0 of the axis and {theirs[index]} on rank "
                         f"{rank}; {WAY_OUT}"
                     ) from cause
 
     def _prepare(self, changed: bool) -> None:
         """Memory to gather into."""
-        # Filling memory counts as a change, which it is for autograd if values change only.
+        # Filling memory counts as a change, but autograd must see one only if values change.
         if not self._versions:
             self._note_versions()
         self._changed |= changed
@@ -214,7 +214,7 @@ class ExtendedWeights(GroupWeights):
         return None
 
     def settle(self) -> None:
-        """Make whole parameters of what has arrived, before they are read."""
+        """Make whole parameters from the gathered tensors, before they are read."""
         if not self.aside:
             return
         self.aside = False
@@ -233,20 +233,20 @@ class ExtendedWeights(GroupWeights):
         self._count()
 
     def free(self) -> None:
-        """Forget the contents and free the memory; until it is filled autograd refuses views."""
-        # Else the gather would write to memory that others have by then.
+        """Drop the contents and free the memory; until it is filled autograd refuses views."""
+        # Otherwise the gather would write to memory that others use by then.
         self.finish_gather()
         if not self._versions:
             self._note_versions()
-        # One more than the graph has saved is the mark of lost contents; ``_count`` takes it back.
+        # One more than the graph has saved marks lost contents; ``_count`` reverts it.
         torch.autograd.graph.increment_version([weight for weight, _ in self._versions])
         self.allocated = self.aside = False
         for weight in self._extended:
             weight.free()
 
     def _note_versions(self) -> None:
-        # A class may share small tensors, such as a table of codes, between shards and whole
-        # weights. These tensors are not freed, and their versions tell changes of the main weights.
+        # A class may share small tensors, such as a table of codes, between shards and whole weights.
+        # These tensors are not freed, and their versions show changes of the main weights.
         shared = {tensor.untyped_storage().data_ptr() for tensor in self.main_tensors} - {0}
         parts = [part for tensor in (*self.compute_tensors, *self.unsharded) for part in plain_parts(tensor)]
         known = [*self.unsharded, *(p for p in parts if p.untyped_storage().data_ptr() not in shared)]
@@ -257,11 +257,11 @@ class ExtendedWeights(GroupWeights):
     def _count(self) -> None:
         if self._versions:
             tensors, versions = zip(*self._versions, strict=True)
-            # By two, since one more is the mark of lost contents.
+            # By two, since an increase by one marks lost contents.
             autograd.set_versions(tensors, [version + 2 * self._changed for version in versions])
             self._versions = []
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Backends do not know every dtype that a class may gather.
+    # Backends do not support every dtype that a class may gather.
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]

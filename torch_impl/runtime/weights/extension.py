@@ -1,4 +1,4 @@
-"""Parameters that say themselves what is gathered: FSDP2's extensions, as in torchao.
+"""Parameters whose class determines what is gathered: FSDP2's extensions, as in torchao.
 
 The class of such a parameter has two methods, which are called on this rank's rows of the
 parameter::
@@ -8,23 +8,23 @@ parameter::
     fsdp_post_all_gather(gathered, anything, dtype)     -> (whole parameter, tensors of its memory)
     fsdp_post_all_gather(..., out=whole parameter)      -> None, after the gathered tensors were filled again
 
-``mesh`` is the axis that is gathered over. ``outer_size`` and ``outer_stride`` are the whole
-parameter's (of a tensor-parallel one, this rank's part). Methods of the first form may only be told
+``mesh`` is the axis over which the gather runs. ``outer_size`` and ``outer_stride`` belong to the
+whole parameter (for a tensor-parallel one, to this rank's part). Methods of the first form get only
 the mesh.
 
-What the class must do besides: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``,
-``copy_`` and, beyond two dimensions, ``view`` keep the class; a wrapper shows its inner tensors by
-``__tensor_flatten__``; and ``as_strided`` gives a whole parameter its shape. Rows are cut as FSDP2
-cuts them, into equal parts rounded up, so that the last ranks may hold fewer or none. A gathered
-tensor with as many rows as the rank's part is padded to those of the first rank; ranks must agree
-on all sizes.
+Further requirements for the class: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``,
+``copy_`` and, beyond two dimensions, ``view`` keep the class; a wrapper reveals its inner tensors by
+``__tensor_flatten__``; and ``as_strided`` gives a whole parameter its shape. Rows are cut as in
+FSDP2, into equal parts rounded up, so the last ranks may hold fewer or none. If a gathered tensor
+has as many rows as the rank's part, its rows are padded to the number on the first rank; ranks must
+agree on all sizes.
 
-    at rest     RowDTensor over the class, each parameter in memory of its own
-    gather      what pre returns, as bytes, in one call for a group; then post
+    at rest     RowDTensor over the class, each parameter in separate memory
+    gather      the result of pre, as bytes, in one call for a group; then post
     forward     the parameter that post returned, always the same object
-    gradient    as of any parameter: what autograd leaves, a plain tensor, in the group's flat buffers
+    gradient    as for any parameter: autograd's result, a plain tensor, in the group's flat buffers
 
-``extended_weights`` has the weights of a group of them.
+``extended_weights`` has the weights of a group of such parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WAY_OUT = "leave it unsharded (ignored_params), or make it a plain tensor before
 
 
 def extended_layout(owned: Sequence[OwnedParameter], num_shards: int) -> Layout:
-    """Each parameter in a buffer of its own, cut along dimension 0 into equal parts rounded up."""
+    """Each parameter in a separate buffer, cut along dimension 0 into equal parts rounded up."""
     sizes, slots = [], []
     for buffer, parameter in enumerate(owned):
         shape = tuple(parameter.local_shape)
@@ -63,12 +63,12 @@ def extended_layout(owned: Sequence[OwnedParameter], num_shards: int) -> Layout:
 
 
 def check_extension(parameter: OwnedParameter, mesh: DataParallelMesh, strategy: Strategy) -> None:
-    """ValueError or NotImplementedError for a parameter that cannot be sharded so."""
+    """ValueError or NotImplementedError for a parameter whose extension cannot be sharded."""
     values: Any = parameter.local
     class_name = type(values).__name__
     if not callable(getattr(values, "fsdp_post_all_gather", None)):
         raise ValueError(
-            f"{parameter.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a "
+            f"{parameter.name}: expected both fsdp_pre_all_gather and fsdp_post_all_gather in a "
             f"{class_name}, got only one; {WAY_OUT}"
         )
     if not values.ndim or not values.numel():
@@ -85,13 +85,13 @@ def check_extension(parameter: OwnedParameter, mesh: DataParallelMesh, strategy:
     if strategy.optimizer != 1:
         raise NotImplementedError(
             f"{parameter.name}: strategy {strategy.name!r} is not available for a {class_name}, "
-            "whose fsdp_pre_all_gather knows one axis: use 'optim_grads_params', 'optim_grads', "
-            f"'optim' or 'hsdp', or {WAY_OUT}"
+            "whose fsdp_pre_all_gather supports only one axis: use 'optim_grads_params', "
+            f"'optim_grads', 'optim' or 'hsdp', or {WAY_OUT}"
         )
     if mesh.ndim > 1 and mesh.mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{parameter.name}: expected a mesh with names of its axes, one of which is given to "
-            f"fsdp_pre_all_gather of a {class_name}, got {mesh.mesh}; pass mesh_dim_names to "
+            f"{parameter.name}: expected a mesh with axis names, because fsdp_pre_all_gather of a "
+            f"{class_name} gets an axis by name, got {mesh.mesh}; pass mesh_dim_names to "
             "init_device_mesh"
         )
 
@@ -103,7 +103,7 @@ def own_rows(parameter: OwnedParameter, dtype: torch.dtype, index: int, num_shar
         with torch.no_grad():
             shard = _part(values if values.dtype == dtype else values.to(dtype), index, num_shards)
             as_matrix(shard)
-            # A wrapper that does not show what it wraps has no memory of its own.
+            # A wrapper that does not reveal what it wraps has no memory that could be read.
             for part in plain_parts(shard):
                 part.untyped_storage()
     except Exception as error:
@@ -134,21 +134,21 @@ def _part(values: torch.Tensor, index: int, num_shards: int) -> torch.Tensor:
 
 
 def as_matrix(shard: torch.Tensor) -> torch.Tensor:
-    """The shard as a sharded tensor holds it."""
+    """The shard in the shape in which a sharded tensor holds it."""
     if shard.ndim <= 2:
         return shard
     return shard.view(local_shape(shard.shape, math.prod(shard.shape[:-1])))
 
 
 def _pair(answer: Any) -> tuple[Any, Any]:
-    """What both methods of an extension return. TypeError, which says what it got, for all else."""
+    """The pair that both methods of an extension return. TypeError, with the type found, for others."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TypeError(f"{_found(answer)} in place of two values")
     return answer[0], answer[1]
 
 
 def _tensors(answer: Any) -> tuple[torch.Tensor, ...]:
-    """One tensor, or several. TypeError as ``_pair``."""
+    """One tensor, or several. TypeError as in ``_pair``."""
     several = (answer,) if isinstance(answer, torch.Tensor) else answer
     if not isinstance(several, tuple | list) or not all(
         isinstance(tensor, torch.Tensor) for tensor in several
@@ -170,7 +170,7 @@ def zeros_on(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         if is_traceable_wrapper_subclass(zeros):
             for name in zeros.__tensor_flatten__()[0]:
                 inner = getattr(zeros, name)
-                # torchao's NF4 leaves what is the same for all rows where it was.
+                # torchao's NF4 does not move tensors that are the same for all rows.
                 if isinstance(inner, torch.Tensor) and inner.is_meta:
                     setattr(zeros, name, zeros_on(inner, device))
         for part in plain_parts(zeros):
@@ -183,11 +183,11 @@ def _arguments_of(values: Any) -> int:
 
 
 class ExtendedWeight:
-    """One parameter of a group: its rows at rest, and what is gathered of them."""
+    """One parameter of a group: its rows at rest, and the tensors gathered from them."""
 
     def __init__(self, parameter: OwnedParameter, shard: torch.Tensor, mesh: DeviceMesh, ranks: int) -> None:
         self.name, self.shard = parameter.name, shard
-        # Weakly: see ``ParameterGroup``.
+        # Weak: see ``ParameterGroup``.
         self._module = weakref.ref(parameter.sites[0][0])
         self.size = torch.Size(parameter.local_shape)
         self._mesh, self._rows, self._ranks = mesh, -(-self.size[0] // ranks), ranks
@@ -195,12 +195,12 @@ class ExtendedWeight:
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._metadata: Any = None
-        # What post gave as the memory of the whole parameter.
+        # The tensors that post returned as the memory of the whole parameter.
         self.inner: tuple[torch.Tensor, ...] = ()
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def pre(self, policy: MixedPrecisionPolicy, device: torch.device) -> list[tuple[tuple[int, ...], str]]:
-        """Ask the rows what to gather; returns shapes and dtypes, which ranks must agree on."""
+        """Ask the rows what to gather; returns shapes and dtypes, on which ranks must agree."""
         shard: Any = self.shard if self.shard.device == device else self.shard.to(device)
         arguments = (self._mesh, self.size, self._stride, self._module(), policy)
         inputs, self._metadata = _pair(shard.fsdp_pre_all_gather(*arguments[: _arguments_of(shard)]))
@@ -216,21 +216,21 @@ class ExtendedWeight:
         return padded
 
     def allocate(self) -> None:
-        """Give what is gathered its memory."""
+        """Allocate the memory of the gathered tensors."""
         if not self.outputs:
             self.outputs = [source.new_empty(self._ranks * source.numel()) for source in self.inputs]
             self._hold(self.outputs)
         for storage, nbytes in self._storages:
-            # resize_ takes new memory and copies, also to the same size.
+            # resize_ allocates new memory and copies, even to the same size.
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 
     def free(self) -> None:
         """Release all memory of the whole parameter; tensors over it stay."""
-        # What pre returned may be as large as the shard.
+        # The result of pre may be as large as the shard.
         self.inputs, self._metadata = [], None
         for storage, _ in self._storages:
-            # The storages alone: post gets the same tensors again, by ``out``.
+            # Only the storages: post gets the same tensors again, by ``out``.
             storage.resize_(0)
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -243,7 +243,7 @@ class ExtendedWeight:
         return [part for tensor in (*self.outputs, *self.inner) for part in plain_parts(tensor)]
 
     def post(self, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        """The whole parameter of what was gathered; ``out``: that of the first call."""
+        """The whole parameter from the gathered tensors; ``out``: the one of the first call."""
         rows: Any = self.shard
         gathered = tuple(
             output.view(-1, *source.shape[1:])
@@ -267,5 +267,5 @@ class ExtendedWeight:
                 f"memory it uses, got {error}; {WAY_OUT}"
             ) from error
         self._hold(self.inner)
-        # Rows that were padded lie at the end.
+        # Padding rows are at the end.
         return torch.as_strided(whole, self.size, self._stride, 0)

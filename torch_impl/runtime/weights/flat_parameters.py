@@ -28,9 +28,9 @@ def sharded_parameters(
 ) -> list[nn.Parameter]:
     """DTensors over this rank's rows in ``main``, with the values of ``originals``, if any.
 
-    ``wholes`` are views of the compute weights, which hold the rows where ``main`` has remainders.
+    ``wholes`` are views of the compute weights, which contain the rows if ``main`` has remainders.
     """
-    # From the values as given: weights cast to bfloat16 before train to other losses.
+    # From the original values: weights that were first cast to bfloat16 would train to other losses.
     return [
         _sharded_parameter(spec, main, index, param, values, whole, finish_gather)
         for index, ((param, values), whole) in enumerate(zip(originals, wholes, strict=True))
@@ -80,7 +80,7 @@ def unsharded_parameters(
     sharded: Sequence[nn.Parameter],
     wholes: Sequence[torch.Tensor],
 ) -> list[nn.Parameter]:
-    """Parameters over ``wholes``; they and ``sharded`` get the marks of ``originals``."""
+    """Parameters over ``wholes``; they and ``sharded`` get the attributes of ``originals``."""
     unsharded = [
         nn.Parameter(
             whole if placed is None else placed.wrap(whole),
@@ -88,12 +88,12 @@ def unsharded_parameters(
         )
         for whole, placed in zip(wholes, spec.tensor_parallel, strict=True)
     ]
-    # Marks that a program put on its parameters steer optimizers, and kernels.
+    # Attributes that a program set on its parameters control optimizers and kernels.
     for (param, _), *copies in zip(originals, sharded, unsharded, strict=True):
         marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
         for copy in copies:
             vars(copy).update(marks)
     for param in unsharded:
-        # Its gradient is collected by this group, which adds up what model axes spread.
+        # This group collects its gradient, and sums the terms of the model axes.
         setattr(param, tensor_parallel.SUMMED, None)
     return unsharded

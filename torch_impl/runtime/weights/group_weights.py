@@ -1,17 +1,17 @@
 """The weights of a group: main weights, compute weights, and the gather between them.
 
-``FlatWeights`` have both in flat buffers, of which parameters are views: see the note of the
-package. ``extended_weights`` has those whose class says itself what is gathered.
+``FlatWeights`` stores both in flat buffers; parameters are views of them, see the note of the
+package. ``extended_weights`` stores the weights whose class determines what is gathered.
 
-Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``)
-are gathered again by the first forward after a backward that reduced gradients over all axes,
-unless all of the group is frozen. Whether this rank's main weights have changed does not matter
-there: an optimizer may pass over rows that are empty or have no gradient, on some ranks only. Other
-changes (a loaded state dict, an edit between two forwards) are known from the version counter that
-torch keeps for the buffer. Every change through a DTensor, an optimizer or ``to_local()`` counts on
-every rank that makes it, also on ranks whose rows of the tensor are empty;
-``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an
-error that names them, see ``require_all_ranks``.
+Compute weights may be kept, if parameters are not sharded or with ``reshard_after_forward=False``.
+Kept weights are gathered again by the first forward after a backward that reduced gradients over
+all axes, unless the whole group is frozen. Whether this rank's main weights have changed does not
+matter then, since an optimizer may skip empty rows or rows without a gradient, on some ranks only.
+Other changes (a loaded state dict, an edit between two forwards) are detected by the version counter
+that torch keeps for the buffer. Every change through a DTensor, an optimizer or ``to_local()``
+counts on every rank that makes it, also on ranks whose rows of the tensor are empty;
+``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an error
+that names them, see ``require_all_ranks``.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward
 through a forward that used the older weights raises autograd's error instead of yielding wrong
@@ -50,7 +50,7 @@ Version: TypeAlias = tuple[int, ...]
 
 
 class ComputeMemory(Protocol):
-    """Where the compute weights of a group lie."""
+    """The memory of a group's compute weights."""
 
     @property
     def allocated(self) -> bool: ...
@@ -73,7 +73,7 @@ class GroupWeights(ABC):
     on_meta: bool
     """Whether the weights have shapes, but no memory yet."""
     separate: bool
-    """Whether the compute weights are others than the main weights."""
+    """Whether the compute weights are separate from the main weights."""
     gathers: bool
     """Whether compute weights come from a gather; under no_shard they are the main weights."""
     compute_device: torch.device
@@ -81,11 +81,11 @@ class GroupWeights(ABC):
     def __init__(self, spec: GroupSpec, context: UnitContext) -> None:
         self._group_spec, self._context = spec, context
         self._keeps_shard = keeps_shard(spec.strategy)
-        # Weakly: buffers and remainders hold the callback, and a cycle would keep a deleted model's
-        # memory until the garbage collector comes.
+        # Weak: buffers and remainders hold the callback, and a cycle would keep a deleted model's
+        # memory until the garbage collector runs.
         self._finish = autograd.weakly(self.finish_gather)
         self._on_made: Callable[[], None] | None = None
-        # Which parameters train: what all ranks have been found to have alike.
+        # Which parameters train: the combinations on which all ranks were found to agree.
         self._agreed_trainable: set[tuple[bool, ...]] = set()
 
     @property
@@ -96,7 +96,7 @@ class GroupWeights(ABC):
     @property
     @abstractmethod
     def main_version(self) -> Version:
-        """Another one after each write to the main weights."""
+        """A value that changes with each write to the main weights."""
 
     @property
     @abstractmethod
@@ -123,14 +123,14 @@ class GroupWeights(ABC):
 
     @abstractmethod
     def _steps(self, changed: bool, current: bool) -> list[Step]:
-        """What gathers the main weights.
+        """The steps that gather the main weights.
 
-        ``changed``: they are others than at the last gather. ``current``: a gather of these very
-        main weights was completed, so that what was kept of it still holds.
+        ``changed``: they differ from the last gather's. ``current``: a gather of the same main
+        weights was completed, so its kept shard is still valid.
         """
 
     def when_made(self, callback: Callable[[], None]) -> None:
-        """Call back when ``unsharded`` are made, if they are not known before the first gather."""
+        """Call back when ``unsharded`` is made, if it is unknown before the first gather."""
         self._on_made = callback
 
     def allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
@@ -146,7 +146,7 @@ class GroupWeights(ABC):
 
     @property
     def gathering(self) -> bool:
-        """Whether compute weights are on their way."""
+        """Whether a gather of the compute weights is in progress."""
         return self._transfer is not None or self.compute.aside
 
     def step_may_follow(self) -> None:
@@ -159,16 +159,16 @@ class GroupWeights(ABC):
         self._due |= trains and spec.strategy.optimizer > 0 and spec.levels.mesh.size > 1
 
     def start_gather(self, refresh: bool) -> bool:
-        """Begin to fill compute weights that are freed or, with ``refresh``, older than main ones.
+        """Begin to fill compute weights that are freed or, with ``refresh``, older than main weights.
 
-        A collective when it returns True; else nothing is to be done, or it has begun already.
+        A collective when it returns True; otherwise nothing is to be done, or it has already begun.
         """
         # A second gather into the same memory would race with the first.
         if not self.gathers or self._transfer is not None:
             return False
         version, gathered = self.main_version, self._gathered_version
         changed, current = version != gathered, version == self._kept_version and not self._due
-        # Freed weights have no contents; those of an interrupted gather are arbitrary.
+        # Freed weights have no contents; after an interrupted gather the contents are arbitrary.
         kept = self.compute.allocated and gathered is not None
         if kept and not (refresh and (changed or self._due)):
             return False
@@ -177,7 +177,7 @@ class GroupWeights(ABC):
         resident = self._kept_version is not None and self._keeps_shard
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
-        # Before the gather, not after: a rank that waits in a collective cannot be told anything.
+        # Before the gather, not after: a rank that waits in a collective cannot receive an error.
         self._require_same_trainable()
         if spec.order is not None:
             spec.order.begin(f"weights of {spec.names[0]!r} (unit {self.unit_name}) are gathered")
@@ -185,10 +185,10 @@ class GroupWeights(ABC):
         self._gathered_version = None  # until it has succeeded
         if not current:
             self._kept_version = None
-        # What is gathered is filled by copies and collectives, which autograd must not record.
+        # Gathered memory is filled by copies and collectives, which autograd must not record.
         with torch.no_grad():
             steps = self._steps(changed, current)
-            # With remainders own rows lie in what is gathered, and share its version.
+            # With remainders, own rows are in the gathered memory, and share its version.
             version = self.main_version
             self._transfer = self._context.schedule.streams.start(steps)
         self._started_version = version
@@ -201,21 +201,21 @@ class GroupWeights(ABC):
             # A gather ahead may have begun before the program changed the main weights.
             if refresh and self.start_gather(refresh):
                 self.finish_gather()
-        # After the wait: what was gathered aside is copied to its slot from there.
+        # After the wait: weights that were gathered aside are then copied to their slot.
         self.compute.settle()
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if there is one."""
+        """Wait for the gather in progress, if there is one."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
-            # ``finish`` is to be called once, also where the wait is interrupted.
+            # ``finish`` must be called once, even if the wait is interrupted.
             transfer.finish()
-            # Of the start: what changed since is not in the gathered weights.
+            # The version at the start: later changes are not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
 
     @property
     def unit_name(self) -> str:
-        """Name of the unit's module below its root, ``"root"`` of the root itself."""
+        """The name of the unit's module below its root, or ``"root"`` for the root itself."""
         return self._context.name or "root"
 
     def _require_change_everywhere(self) -> None:
@@ -225,7 +225,7 @@ class GroupWeights(ABC):
             require_all_ranks(
                 f"main weights of {spec.names[0]!r} (unit {self.unit_name}) were changed between forwards",
                 spec.levels.mesh,
-                "a change outside of a training step must be made on all ranks, also where rows "
+                "a change outside of a training step must be made on all ranks, also if their rows "
                 "are empty: write to the DTensor, or to to_local() without a condition on its "
                 "size or values",
             )
@@ -246,7 +246,7 @@ class GroupWeights(ABC):
 
 
 class FlatWeights(GroupWeights):
-    """Both in flat buffers; under no_shard these are one buffer if nothing is cast."""
+    """Main and compute weights in flat buffers; under no_shard one buffer if nothing is cast."""
 
     def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         spec = self._group_spec
@@ -257,7 +257,7 @@ class FlatWeights(GroupWeights):
         stored = torch.int16 if dtypes.remainders else dtypes.main
         self.main = levels.buffer(strategy.optimizer, stored, main_device, pinned)
         self._gather = self._gather_on(device)
-        # Weights in the host's memory have to be fetched, whatever else they need before their use.
+        # Weights in the host's memory must be fetched in any case.
         self.separate = not computes_with_main(strategy, dtypes) or spec.host is not None
         self.gathers = self.separate and (strategy.optimizer > 0 or not dtypes.remainders)
         self.on_meta, self.compute_device = self.main.flat.is_meta, device
@@ -274,7 +274,7 @@ class FlatWeights(GroupWeights):
         self.unsharded = unsharded_parameters(spec, originals, self.params, views)
         if self.separate:
             self._pooled.set_views(self.unsharded)
-            # On the meta device is no memory; with remainders own rows lie in the whole weights.
+            # The meta device has no memory; with remainders own rows are in the whole weights.
             if not (dtypes.remainders or self.on_meta):
                 self._pooled.free()
 
@@ -317,7 +317,7 @@ class FlatWeights(GroupWeights):
         if not self._group_spec.dtypes.remainders:
             target = self._pooled.allocate(changed)
         else:
-            # A gather overwrites own rows with equal bits: not a change that would zero remainders.
+            # A gather overwrites own rows with equal bits, a change that must not zero remainders.
             with written_with_remainders(map(local_of, self.params)):
                 target = self._pooled.allocate(changed)
         return self._gather.steps(self.main.flat, target, current)

@@ -1,7 +1,7 @@
-"""What units below one root share: order of execution, prefetching, reductions under way.
+"""Shared by the units below one root: order of execution, prefetching, reductions in progress.
 
-With ``prefetch`` 1, a unit is gathered while the one before it computes, and reduced while the one
-after it does::
+With ``prefetch`` 1, a unit is gathered while the previous one computes, and reduced while the next
+one computes::
 
     forward    | unit 1       | unit 2       | unit 3
     gather     | 2            | 3            |
@@ -9,23 +9,23 @@ after it does::
     gather     | 2            | 1            |
     reduce                    | 3            | 2        | 1
 
-On the CPU gloo gathers into a copy. At the beginning of a backward, when all activations are there,
-weights and copy would lie beside them and the root's gradients. So the first unit computes alone
-there, and the second one's weights are gathered when it begins.
+On the CPU gloo gathers into a copy. At the beginning of a backward all activations are in memory, and
+weights and their copy would be in memory at the same time as them and the root's gradients. So the
+first unit computes alone there, and the second unit's weights are gathered when it begins.
 
-With ``prefetch`` 0 nothing runs during a transfer, and one unit's weights and gradients are there
-at a time, besides the root's and those of units around it. Only what a program names by
-``set_modules_to_forward_prefetch`` and its backward twin is gathered ahead then::
+With ``prefetch`` 0 nothing is computed during a transfer, and only one unit's weights and gradients
+are in memory at a time, in addition to the root's and those of enclosing units. Only modules named by
+``set_modules_to_forward_prefetch`` and its backward counterpart are then gathered ahead::
 
     forward    gather 1 | unit 1 | gather 2 | unit 2 | gather 3 | unit 3
     backward   gather 3 | unit 3 | reduce 3 | gather 2 | unit 2 | reduce 2 | gather 1 | unit 1 | reduce 1
 
-Which unit is next is not configured but recorded: what followed at this place the last time. The
-first backward expects the reverse of the forward. A program that departs from the record loses the
-rest of one pass's prefetching, no more: what was gathered for nothing is freed at the end of the
+The next unit is not configured but recorded: it is the unit that followed last time. The first
+backward expects the reverse of the forward. A program that deviates from the record loses only the
+rest of one pass's prefetching: weights that were gathered for nothing are freed at the end of the
 pass. Ranks that run the same units in the same order also prefetch alike.
 
-Units are held weakly: a deleted model frees its memory at once.
+Units are referenced weakly, so a deleted model frees its memory at once.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ U = TypeVar("U")
 
 
 class UnitParameters(Protocol):
-    """What a schedule asks of a unit's parameters."""
+    """The interface of a unit's parameters for a schedule."""
 
     def takes_part(self) -> bool: ...
 
 
 class ScheduledUnit(Protocol):
-    """What a schedule asks of a unit."""
+    """The interface of a unit for a schedule."""
 
     @property
     def has_parameters(self) -> bool: ...
@@ -75,30 +75,30 @@ class ScheduledUnit(Protocol):
 
 
 class Order:
-    """The units that one pass reaches, compared with the pass before."""
+    """The units that one pass reaches, compared with the previous pass."""
 
     def __init__(self) -> None:
         self.expected: list[weakref.ref[ScheduledUnit]] = []
         self.reached: list[weakref.ref[ScheduledUnit]] = []
 
     def restart(self) -> None:
-        """A new pass begins; the last one tells what to expect."""
+        """A new pass begins; the last one determines what to expect."""
         if self.reached:
             self.expected, self.reached = self.reached, []
 
     def reach(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
-        """``unit`` begins; which one is expected after it, if all went as expected until now?"""
+        """``unit`` begins; returns the units expected next, if all went as expected until now."""
         position = len(self.reached)
         self.reached.append(weakref.ref(unit))
         if position + 1 < len(self.expected) and self.expected[position]() is unit:
             return _alive(self.expected[position + 1 : position + 2])
-        # A wrong guess costs a gather: after the first there are none until the next pass.
+        # A wrong guess costs a gather: after the first one nothing is expected until the next pass.
         self.expected = []
         return []
 
 
 class Reduction(Protocol):
-    """A reduction under way, of one group."""
+    """A reduction in progress, of one group."""
 
     @property
     def only_waits(self) -> bool: ...
@@ -109,14 +109,14 @@ class Reduction(Protocol):
 
 
 class Reductions:
-    """The reductions under way, of one unit: so two units' buffers are in use at most."""
+    """The reductions in progress, all of one unit, so at most two units' buffers are in use."""
 
     def __init__(self) -> None:
-        # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
+        # Weak: a deleted model frees its gradients at once, even those that are being reduced.
         self._under_way: list[weakref.ref[Reduction]] = []
 
     def add(self, reduction: Reduction) -> None:
-        """Remember a reduction; those of other units are finished."""
+        """Remember a reduction; reductions of other units are already finished."""
         self._under_way.append(weakref.ref(reduction))
 
     def finish(self) -> None:
@@ -125,13 +125,13 @@ class Reductions:
             reduction.finish()
 
     def make_room(self) -> None:
-        """A gradient buffer will be allocated: free those under reduction, if that costs nothing."""
+        """A gradient buffer will be allocated: free buffers in reduction, if that costs nothing."""
         alive = _alive(self._under_way)
         if all(reduction.only_waits for reduction in alive):
             self.finish()
 
     def abandon(self) -> None:
-        """Forget the reductions under way: the backward that began them has raised."""
+        """Discard the reductions in progress: the backward that began them has raised."""
         for reduction in self._take():
             reduction.abandon()
 
@@ -143,9 +143,9 @@ class Reductions:
 class Schedule:
     """Shared by units on one device; ``prefetch`` is 0 or 1.
 
-    Each unit makes one, with the ``prefetch`` that it was given. That of the root, which runs
-    forward first, replaces those of all units below: their transfers follow one another, so one of
-    them cannot have an order of its own.
+    Each unit makes one, with the ``prefetch`` that it was given. The root runs forward first, and its
+    schedule replaces those of all units below: their transfers follow one another, so no unit can
+    have a separate order.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:
@@ -166,12 +166,12 @@ class Schedule:
         self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[ScheduledUnit]]]] = {}
 
     def add(self, unit: ScheduledUnit) -> None:
-        """``unit`` lies below the root of this schedule."""
+        """``unit`` is below the root of this schedule."""
         self._units.append(weakref.ref(unit))
 
     def begin_forward(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run forward, not in backward; returns what to prefetch."""
-        # The outermost forward: whatever an exception left open in the pass before is over.
+        # The outermost forward: state that an exception left open in the previous pass is obsolete.
         if self.open_forwards == 0:
             self._abandon()
             self._rest_recomputed()
@@ -182,11 +182,11 @@ class Schedule:
 
     def end_forward(self, unit: ScheduledUnit) -> None:
         """A forward of ``unit`` ended; after the outermost, prefetched weights are not needed."""
-        # What is recomputed comes in the order of the backward, which is recorded by itself.
+        # Recomputed units come in the order of the backward, which is recorded separately.
         if autograd.current_backward() is None:
             self._ended.append(weakref.ref(unit))
             if self.open_forwards == 0:
-                # Left by a backward in the forward that raised, and whose error the program caught.
+                # Left by a backward inside a forward, which raised an error that the program caught.
                 for left in _alive(self._units):
                     left.drop_raised()
                 self._drop_prefetched()
@@ -214,26 +214,26 @@ class Schedule:
     def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
         """Begin to gather weights of ``units``; unused ones are dropped when the pass ends."""
         for unit in units:
-            # Weights that were there before are not this pass's to drop.
+            # Weights that were already there must not be dropped by this pass.
             if unit.start_unshard(refresh):
                 self._prefetched.append(weakref.ref(unit))
 
     def join_backward(self, unit: ScheduledUnit, task: int) -> weakref.ref[Any]:
-        """``unit`` takes part in a backward, and is told of its end; the reference dies if it
+        """``unit`` takes part in a backward, and gets a call at its end; the reference dies if it
         raises."""
         if task not in self._tasks:
-            # A nested backward (reentrant checkpointing) goes on with the pass of the outer.
+            # A nested backward (reentrant checkpointing) continues the pass of the outer one.
             if not self._running():
-                # Nobody tells of a backward that raised: the engine has dropped its callbacks.
+                # Nothing reports a backward that raised: the engine has dropped its callbacks.
                 self._abandon()
                 self.pool.begin_backward()
                 self._backward.restart()
                 self._backward_starts = True
-                # Of a first backward nothing is known but that most programs reverse their forward.
+                # For a first backward, assume that it reverses the forward, as in most programs.
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
             ended = autograd.weakly(self._end_backward, task)
-            # The engine holds the only reference: a dead one tells of a backward that raised.
+            # The engine holds the only reference, so a dead one means that the backward raised.
             autograd.at_end_of_backward(ended)
             self._tasks[task] = weakref.ref(ended), []
         ended_ref, units = self._tasks[task]
@@ -241,10 +241,10 @@ class Schedule:
         return ended_ref
 
     def accumulates(self) -> bool:
-        """Whether the backward that runs now computes gradients of any unit's parameters.
+        """Whether the running backward computes gradients of any unit's parameters.
 
-        Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be
-        reduced then.
+        False if a program asks for gradients of inputs only, as for a penalty: then nothing is to be
+        reduced.
         """
         task = autograd.current_backward()
         if self._accumulates[0] != task:
@@ -252,16 +252,16 @@ class Schedule:
         return self._accumulates[1]
 
     def rest_at_end(self, unit: ScheduledUnit) -> None:
-        """``unit`` runs forward again in backward: look at the end whether its backward followed."""
+        """``unit`` runs forward again in backward: check at the end whether its backward followed."""
         self._recomputed.append(weakref.ref(unit))
 
     @outside_transforms
     def _end_backward(self, task: int) -> None:
         _, units = self._tasks.pop(task)
-        # In the order of joining, which is that of the backward, and equal on all ranks.
+        # In the order of joining, which is the order of the backward, and equal on all ranks.
         for unit in _alive(units):
             unit.end_backward(task)
-        # A nested backward (reentrant checkpointing) ends inside one that goes on.
+        # A nested backward (reentrant checkpointing) ends inside one that continues.
         if not self._running():
             # Until a reduction is finished, its group's sums look as if they waited.
             self.reductions.finish()
@@ -269,7 +269,7 @@ class Schedule:
                 unit.reduce_waiting()
             self.reductions.finish()
             # Not after the backward of a part of a loss, which reads weights but reaches no unit.
-            # Nor inside of a forward, which may read them.
+            # Nor inside a forward, which may read them.
             passed = self._backward.reached and not self.open_forwards
             for unit in _alive(self._units) if passed else ():
                 unit.end_pass()
@@ -278,13 +278,13 @@ class Schedule:
             self.pool.end_backward()
 
     def _running(self) -> bool:
-        """Whether a backward runs; forgets those that raised, whose callbacks are dropped."""
+        """Whether a backward runs; forgets backwards that raised, whose callbacks are dropped."""
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0]() is not None}
         return bool(self._tasks)
 
     def recover(self) -> None:
-        """Drop what a pass left behind that raised. Nothing while another pass runs."""
-        # A program may call zero_grad in a forward or a hook: nothing was left behind.
+        """Drop the state of a pass that raised. Does nothing while another pass runs."""
+        # A program may call zero_grad in a forward or a hook: then no state was left behind.
         if self.open_forwards == 0 and not self._running():
             self._abandon()
             self._rest_recomputed()
@@ -296,7 +296,7 @@ class Schedule:
         for unit in _alive(self._units):
             unit.drop_raised()
 
-    # Not when a backward begins: what it recomputed before a unit joined needs weights.
+    # Not when a backward begins: units that it recomputed before they joined need weights.
     def _rest_recomputed(self) -> None:
         units, self._recomputed = self._recomputed, []
         for unit in _alive(units):

@@ -24,7 +24,7 @@ buffers follow each other, whole as well as within a rank's shard::
     whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
     of rank 2                                |buffer 0 | buffer 1|
 
-``planner`` finds the places; the README of this package has what it guarantees.
+``planner`` finds the places; ``docs/explanation/layouts.md`` has what it guarantees.
 """
 
 from __future__ import annotations
