@@ -313,7 +313,7 @@ class RelayConfig:
         if not path.is_file():
             names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
             raise ConfigError(
-                f"relay file {path}: expected a TOML file or one of {names}, found no file there"
+                f"relay file {path}: expected a TOML file or one of {names}, found nothing there"
             )
         table = load_toml(path, lambda text: ConfigError(f"relay file {text}"))
         try:

@@ -316,7 +316,7 @@ class TraceSide(OneRecording):
         leaves = {leaf: self.arrays[key] for leaf, key in keys.items()}
         if self.has_float64 or dtype == "float64":
             return leaves
-            # Returning the values themselves would make a floor of zero, and any difference a fault.
+        # Returning the values themselves would make a floor of zero, and any difference a fault.
         factor = 1 + _ROUNDINGS * epsilon(self.dtype)
         return {
             leaf: array if array.dtype.kind in "iub" else array.astype(np.float64) * factor

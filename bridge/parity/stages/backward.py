@@ -259,7 +259,7 @@ def _gives(giver: Call, taker: Call) -> bool:
 
 
 def without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Forward) -> list[Row]:
-    """Remove verdicts on gradients of modules whose work another module shares: such gradients are not twins."""
+    """The verdict is "same" for gradients of modules whose difference another one compensates: they are not twins."""
     names = {(pairs[n].modules.torch, pairs[n].number): where for n, where in forward.shifted.items()}
     return [
         replace(row, verdict="same", note=f"made up for in {names[row.name, row.call]}")

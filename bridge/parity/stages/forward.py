@@ -46,7 +46,7 @@ from bridge.parity.stages.rerun_module import ModuleRerun, Rounding, rerun_modul
 _EQUAL = 0.04
 """Below this ratio float64 runs are equal: float32 constants leave more."""
 COARSER = 2.0
-"""Allowed ratio of the sides' losses to the compute dtype: correct pairs reach 1.4, by the order of casts."""
+"""How many times as much one side may lose to the compute dtype: correct pairs reach 1.4, by the order of casts."""
 _FEW = 256
 """Below this many elements, a norm of rounding errors is chance."""
 _APART, _ALIKE = 0.5, 0.1
