@@ -93,7 +93,9 @@ def test_without_verifying_damage_is_carried_on_and_said(
         app, ["convert", str(path), str(tmp_path / "again"), "--to", target, "--no-verify"]
     )
     assert result.exit_code == 0
-    assert "not verified: damage in the source is in the new checkpoint" in " ".join(result.stdout.split())
+    assert "not verified: damage in the source was copied into the new checkpoint" in " ".join(
+        result.stdout.split()
+    )
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
 
 
