@@ -9,7 +9,7 @@ A tensor of a *kind* ``(numel, block)`` is one contiguous range, and a shard bou
 
 So a tensor fits somewhere exactly if its block divides S, or its *half*, the larger part of its most even cut, is at
 most S. Sizes for which that holds for every tensor are *admissible*; no other size can work, and for an admissible size
-``earliest`` always finds an offset. The package's README has the rules and the proofs.
+``earliest`` always finds an offset. ``rules.md`` of the package has the rules.
 """
 
 from __future__ import annotations
