@@ -129,7 +129,7 @@ def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
         if choice.policy is not None:
             yield Answer(f"{where}: {choice.policy} is the cheapest that fits.", True)
         elif choice.unknown:
-            yield Answer(f"{where}: unknown whether {', '.join(choice.unknown)} fit.", False)
+            yield Answer(f"{where}: {choice.doubt}.", False)
         else:
             yield Answer(f"{where}: no policy fits{comparison.in_runtimes}.", False)
 

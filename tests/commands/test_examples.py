@@ -77,7 +77,7 @@ def test_an_example_replaces_nothing(command: str, here: Path) -> None:
     for target, expected in (
         ("full", "full exists already: expected a new or an empty folder for --example"),
         ("file", "file exists already: expected a new or an empty folder for --example"),
-        ("no/folder", f"{here / 'no'} does not exist: expected the directory that is to hold no/folder"),
+        ("no/folder", f"{here / 'no'} does not exist: expected the directory for no/folder"),
     ):
         result = call(command, "--example", target)
         assert result.exit_code == 2

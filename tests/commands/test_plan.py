@@ -99,7 +99,7 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     assert "1 batch of any size and shape per device and step" in result.stdout
     assert "--batch and --length have no effect" in result.stdout
     assert "tokens" not in result.stdout
-    assert "8 devices: unknown whether fsdp.toml fit" in result.stdout
+    assert "8 devices: unknown whether fsdp.toml fits" in result.stdout
     assert "cheapest" not in result.stdout
     document = json.loads(call(*arguments, "--json").stdout)
     assert document["plans"][0]["fits"] is None
@@ -439,7 +439,7 @@ def test_between_the_bytes_at_rest_and_the_peak_the_answer_is_unknown(
     assert plan["peak"]["least"] == rest < peak
     for memory, fits, words in (
         (rest - 1, False, "no policy fits"),
-        ((rest + peak) // 2, None, "unknown whether fsdp.toml fit: run one step of each and measure"),
+        ((rest + peak) // 2, None, "unknown whether fsdp.toml fits: run one step of each and measure"),
     ):
         result = call(*arguments, "--memory", f"{memory}B")
         assert result.exit_code == 1

@@ -332,9 +332,9 @@ def test_a_lower_bound_says_no_or_nothing() -> None:
         assert not comparison.anything_fits
         assert [entry["policy"] for entry in document(comparison)["cheapest"]] == [None]
         text = " ".join(notes(comparison))
-        assert "unknown whether fsdp.toml fit" in text
+        assert "unknown whether fsdp.toml fits" in text
         assert "cheapest that fits" not in text
-        assert [row[-1] for row in overview(comparison)[1]][-1] == "unknown"
+        assert [row[0] for row in overview(comparison)[1]][-1] == "unknown"
 
 
 def test_notes_and_document_say_which_attention_is_counted() -> None:

@@ -49,6 +49,10 @@ class Choice:
     policy: str | None
     unknown: tuple[str, ...] = ()
 
+    @property
+    def doubt(self) -> str:
+        return f"unknown whether {', '.join(self.unknown)} {'fits' if len(self.unknown) == 1 else 'fit'}"
+
 
 @dataclass(frozen=True)
 class Comparison:

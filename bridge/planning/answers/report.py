@@ -177,7 +177,4 @@ def _what_fits(comparison: Comparison) -> Iterator[str]:
         elif not choice.unknown:
             yield f"{where}: no policy fits{comparison.in_runtimes}"
         if choice.unknown:
-            yield (
-                f"{where}: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
-                "measure, or compile them for JAX with --target"
-            )
+            yield f"{where}: {choice.doubt}: run one step of each and measure, or compile them for JAX with --target"

@@ -513,7 +513,7 @@ INDEXES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     **{
         f"the file name {name!r}": (
             lambda i, name=name: i["weight_map"].update(a=name),
-            "expected the name of a file beside the index",
+            "expected the name of a file next to the index",
         )
         for name in ("../x.safetensors", "/etc/passwd", "..", "", "a\\b", "a\0b", "x" * 300)
     },

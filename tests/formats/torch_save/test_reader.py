@@ -402,7 +402,7 @@ def test_shards_of_a_hub_folder_are_one_checkpoint(tmp_path: Path) -> None:
     ):
         open_checkpoint(folder)
     index.write_text(json.dumps({"weight_map": {**weight_map, "c": "../c.bin"}}))
-    with pytest.raises(CheckpointError, match="expected the name of a file beside the index"):
+    with pytest.raises(CheckpointError, match="expected the name of a file next to the index"):
         open_checkpoint(folder)
     index.unlink()
     with open_checkpoint(folder) as reader:

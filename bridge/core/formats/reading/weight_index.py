@@ -31,7 +31,7 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
     for tensor, name in weight_map.items():
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{index}: tensor {tensor!r:.200}: expected the name of a file beside the index, got {name!r:.200}"
+                f"{index}: tensor {tensor!r:.200}: expected the name of a file next to the index, got {name!r:.200}"
             )
     return weight_map
 

@@ -1,7 +1,7 @@
 """A sharding policy: mesh, precision, units and model-parallel cuts, from a TOML file that both runtimes read.
 
-The file format is in the README of this package. A policy validates its fields, and selects the modules of a model that
-become units, only by their paths. A runtime's ``ShardingPolicy`` adds a method that shards a model.
+``docs/reference/policy-file.md`` describes the file format. A policy validates its fields, and selects the modules of a
+model that become units, only by their paths. A runtime's ``ShardingPolicy`` adds a method that shards a model.
 """
 
 from __future__ import annotations
