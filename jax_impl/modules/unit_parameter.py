@@ -279,12 +279,8 @@ def run_in_unit(
     def run(values: Values, arguments: Arguments) -> tuple[Any, Sequence[Any]]:
         others, args, kwargs = arguments
         rest = iter(others)
-        inside = contents.made(
-            [
-                values[leaf._origin.place] if is_unit_parameter(leaf) else next(rest)
-                for leaf in contents.leaves
-            ]
-        )
+        filled = [values[x._origin.place] if is_unit_parameter(x) else next(rest) for x in contents.leaves]
+        inside = contents.made(filled)
         output = function(inside, *args, **kwargs)
         return output, contents.after(inside, others)
 

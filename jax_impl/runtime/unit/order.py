@@ -156,8 +156,7 @@ class Order:
         sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
         held = list(sources)
         if again and len(sharded) < len(groups):
-            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as
-            # a second copy.
+            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as a second copy.
             held, after = fence((held, after))
         if not sharded:
             return held, after
@@ -193,8 +192,7 @@ class Order:
 
     def _reuse(self, held: Held, after: Tree) -> tuple[Held, Tree]:
         if not self.prefetch:
-            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as
-            # a second copy.
+            # Otherwise XLA keeps the slices that forward took from whole weights until backward, as a second copy.
             return fence((held, after))
         last = self._last_issued(True)
         gate = last.gate
@@ -244,8 +242,7 @@ class Order:
                 # The following code may not need these weights, but its collectives must still come after this one.
                 source, after = fence((source, after))
             elif again:
-                # Otherwise XLA keeps the slices that forward took from whole weights until
-                # backward, as a second copy.
+                # Otherwise XLA keeps the slices that forward took from whole weights until backward, as a second copy.
                 source, after = fence((source, after))
             held[i] = source
         return held, after
