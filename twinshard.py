@@ -1,4 +1,4 @@
-"""Sharded training built twice, in PyTorch and in JAX: convert checkpoints, compare the two, plan, and train.
+"""Sharded training, implemented in both PyTorch and JAX: convert checkpoints, compare the two, plan, and train.
 
     import twinshard
 
@@ -8,9 +8,9 @@
     sharded = twinshard.jax.fully_shard(model, mesh)
     twinshard.torch.fully_shard(model, mesh=mesh)
 
-A name is imported when it is first used, so `import twinshard` needs neither PyTorch nor JAX. On the command line
-`twinshard`, or `python -m twinshard`, does the same things. Types are in `twinshard-stubs`: mypy reads those of a
-single file nowhere else (PEP 561).
+A name is imported when it is first used, so `import twinshard` needs neither PyTorch nor JAX. On the command line,
+`twinshard`, or `python -m twinshard`, does the same. Types are in `twinshard-stubs`: for a single-file module, mypy
+reads types only there (PEP 561).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOMES = MappingProxyType(
         "verify": ("bridge.checkpoints.verify", "verify"),
     }
 )
-"""By name, the module where it is from, and its name there; "" for the module itself."""
+"""For each name, its module and its name there; "" for the module itself."""
 __all__ = ["__version__", *_HOMES]
 
 

@@ -151,8 +151,7 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     """Main-weight arrays that hold ``{path: value}``; each device receives only its own shard.
 
     Floating-point values are cast to the dtype of the main weights, rounded to nearest even. Raises ``ValueError`` that
-    names a parameter which is missing, has another shape, or has values that the plan's integer or bool dtype cannot
-    represent.
+    names a parameter that is missing, has another shape, or does not fit the plan's integer or bool dtype.
     """
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
@@ -185,14 +184,13 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     if isinstance(buffers, TrainState):
         return {**unshard(plan, buffers.weights), **whole_variables(plan, buffers.variables)}
     whole: dict[str, jax.Array] = {}
-    for unit in plan.units.values():
-        for group in unit.groups:
-            if all(key in buffers for key in group.stored):
-                # One group at a time: see forward.hold. Each group is gathered by a separate program, so that waiting
-                # for one puts its collectives before the collectives of the next.
-                arrays = tuple(buffers[key] for key in group.stored)
-                leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
-                whole.update(zip(group.paths, leaves, strict=True))
+    for group in plan.groups:
+        if all(key in buffers for key in group.stored):
+            # One group at a time: see forward.hold. Each group is gathered by a separate program, so that waiting for
+            # one puts its collectives before the collectives of the next.
+            arrays = tuple(buffers[key] for key in group.stored)
+            leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
+            whole.update(zip(group.paths, leaves, strict=True))
     return {path: whole[path] for path in plan.parameters if path in whole}
 
 

@@ -7,8 +7,7 @@ backward::
     mean, or (sum, weight)            metrics of the whole batch, as from a training step: "loss", "weight", "aux"
     arrays with its rows first        the same for all rows of the batch, cut over the devices like the batch
 
-With ``mutable=True`` the step also returns variables that the model changes (a decode cache, batch statistics,
-counters).
+With ``mutable=True`` the step also returns variables that the model changes (decode caches, batch statistics).
 """
 
 from __future__ import annotations
@@ -107,20 +106,14 @@ class EvalStep:
                 "with pad_batch, and let the loss return (sum, weight) of the real rows"
             )
         loss, by_row, changed = settle(self._plan, self._program(*arguments))
-        returned = self._returned(loss, by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row))
+        by_row = by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row)
+        returned = by_row if loss is None else loss.metrics(self._has_aux)
         if not self._mutable:
             return returned
         return returned, replace(state, variables=changed) if isinstance(state, TrainState) else state
 
-    def _returned(self, loss: LossParts | None, by_row: Any) -> Any:
-        if loss is None:
-            return by_row
-        weight = {} if loss.weight is None else {"weight": loss.weight}
-        return {"loss": loss.value, **weight, **({"aux": loss.aux} if self._has_aux else {})}
-
     def lower(self, state: TrainState | Buffers, batch: Batch, *shared: Any) -> jax.stages.Lowered:
-        """The program, for compiling ahead of time, costing or reading. Arguments may be shapes; the devices must
-        divide the rows."""
+        """The program, as ``TrainStep.lower``; arguments may be shapes, and the devices must divide the rows."""
         return jax.jit(self).lower(state, batch, *shared)
 
     @cached_property
@@ -174,10 +167,8 @@ class EvalStep:
         return None if loss is None else self._mean(loss), self._in_rows(by_row), changed
 
     def _as_at_rest(self, variables: Variables) -> Variables:
-        return {
-            path: lax.with_sharding_constraint(value, self._plan.variable_sharding(path))
-            for path, value in variables.items()
-        }
+        shardings = {path: self._plan.variable_sharding(path) for path in variables}
+        return lax.with_sharding_constraint(variables, shardings)
 
     def _in_rows(self, by_row: Any) -> Any:
         rows = NamedSharding(self._plan.mesh, self._plan.axes.batch_spec)

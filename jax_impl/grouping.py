@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from bridge.core.sharding import Strategy, plan_layout, strategy_named
 from bridge.core.sharding.policy.float8 import is_quantized
-from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.parallel import local_shape
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, is_tpu
@@ -53,11 +52,7 @@ class _GroupKey:
 
 
 def groups_of(
-    module: UnitModule,
-    options: UnitOptions,
-    resolved: Resolved,
-    cuts: Cuts,
-    engine: str,
+    module: UnitModule, options: UnitOptions, resolved: Resolved, cuts: Cuts, engine: str
 ) -> tuple[Group, ...]:
     """Flat groups, or logical groups for the pjit engine.
 
@@ -114,12 +109,7 @@ def _flat_group(
 
 
 def _logical_group(
-    module: UnitModule,
-    own: Sequence[int],
-    options: UnitOptions,
-    key: _GroupKey,
-    mesh: Mesh,
-    cuts: Cuts,
+    module: UnitModule, own: Sequence[int], options: UnitOptions, key: _GroupKey, mesh: Mesh, cuts: Cuts
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
     wire, strategy, sizes = key.wire, key.strategy(options), ModelAxes.of(mesh).by_name
@@ -138,7 +128,7 @@ def _numbers_by_key(module: UnitModule, resolved: Resolved) -> dict[_GroupKey, l
 
     Within a dtype, parameters that are gathered as float8 come first, and replicated parameters come last.
     """
-    precision = resolved.precision
+    precision, axes, in_rows = resolved.precision, DataParallelMesh.of(resolved.mesh), is_tpu(resolved.mesh)
     by_key: dict[_GroupKey, list[int]] = {}
     mains: list[np.dtype] = []
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
@@ -148,7 +138,9 @@ def _numbers_by_key(module: UnitModule, resolved: Resolved) -> dict[_GroupKey, l
             _check_trained(path, dtype, precision.main_dtype)
         quantized = is_quantized(module.shapes[i])
         dtypes = precision.of_group(dtype, trainable=trainable, quantized=quantized)
-        key = _GroupKey(trainable, _wire(resolved.mesh, dtypes), path in resolved.replicated)
+        used = (dtypes.main, dtypes.compute, dtypes.reduce, dtypes.grad)
+        wire = Wire(axes, *used, in_rows=in_rows, float8=dtypes.gather)
+        key = _GroupKey(trainable, wire, path in resolved.replicated)
         by_key.setdefault(key, []).append(i)
         mains.append(dtypes.main)
 
@@ -182,8 +174,3 @@ def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
             f"parameter {path!r}: expected {'' if wanted == 'float64' else 'a dtype narrower than '}float64 with "
             f"main_dtype={wanted!r}, got {dtype}: cast the model first"
         )
-
-
-def _wire(mesh: Mesh, its: GroupDtypes[np.dtype]) -> Wire:
-    dtypes = (its.main, its.compute, its.reduce, its.grad)
-    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=its.gather)

@@ -152,13 +152,12 @@ def _on_shards(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) 
         parameters, variables = values()
         weights: Buffers = {}
         last: Any = ()
-        for unit in plan.units.values():
-            for group in unit.groups:
-                assert isinstance(group, FlatGroup)
-                # One unit after another, so that only one unit's parameters are whole at a time.
-                leaves, last = fence(([parameters[path] for path in group.paths], last))
-                last = _own(group, group.at_rest([leaf.astype(group.dtype) for leaf in leaves])[0])
-                weights[group.key] = last
+        for group in plan.groups:
+            assert isinstance(group, FlatGroup)
+            # One unit after another, so that only one unit's parameters are whole at a time.
+            leaves, last = fence(([parameters[path] for path in group.paths], last))
+            last = _own(group, group.at_rest([leaf.astype(group.dtype) for leaf in leaves])[0])
+            weights[group.key] = last
         return weights, variables
 
     specs = {key: stored.spec for key, stored in plan.arrays.items()}

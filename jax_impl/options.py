@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypedDict
 
 import jax
@@ -33,7 +31,7 @@ from bridge.core.sharding.policy.recompute import SELECTIVE, Recompute, is_recom
 from bridge.core.sharding.policy.strategy import Engine, StrategyName
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
-from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, matches, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.groups.precision import Precision
 from jax_impl.runtime.groups.variables import Rules
@@ -58,8 +56,7 @@ class ShardingOptions(TypedDict, total=False):
     align: in the shard_map engine, every shard is a multiple of this many elements; or "auto". See ``plan_layout``.
     recompute: units save only their inputs, and backward computes their activations again. The root does this only if a
         policy says so; then everything inside runs forward once more. "dots_saveable" or
-        "dots_with_no_batch_dims_saveable", names of ``jax.checkpoint_policies``: the results of such products are
-        saved, too.
+        "dots_with_no_batch_dims_saveable", names of ``jax.checkpoint_policies``: such products are saved, too.
 
     With a policy, only ``units`` and the following options are allowed. ``units`` replaces the policy's own patterns,
     and ``prefetch`` the policy's value:
@@ -145,36 +142,25 @@ def resolve(
     model: nnx.Module,
     stacks: Mapping[str, int],
     mesh: Mesh | None,
-    policy: ShardingPolicy | str | Path | None,
+    policy: ShardingPolicy | None,
     options: ShardingOptions,
 ) -> Resolved:
     """Resolve the options. Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
     frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
     replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
-    resolved = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
-    return replace(resolved, frozen=frozen, replicated=replicated)
-
-
-def _resolved(
-    model: nnx.Module,
-    paths: Mapping[str, str],
-    mesh: Mesh | None,
-    policy: ShardingPolicy | str | Path | None,
-    options: ShardingOptions,
-    frozen: frozenset[str],
-) -> Resolved:
+    paths = module_paths(model, stacks)
     if policy is None:
         if mesh is None:
             raise ValueError("fully_shard: expected a mesh, or a policy with a mesh, got neither")
-        return _by_keywords(checked_mesh(mesh), model, paths, options)
-    beside = [name for name in options if name not in _BESIDE_A_POLICY]
-    if beside:
-        raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
-    if not isinstance(policy, ShardingPolicy):
-        policy = ShardingPolicy.load(policy)
-    trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
-    _check_main(policy, {path: value.dtype for path, value in trained.items()})
-    return _by_policy(policy, mesh, paths, options.get("units"))
+        resolved = _by_keywords(checked_mesh(mesh), model, paths, options)
+    else:
+        beside = [name for name in options if name not in _BESIDE_A_POLICY]
+        if beside:
+            raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
+        trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
+        _check_main(policy, {path: value.dtype for path, value in trained.items()})
+        resolved = _by_policy(policy, mesh, paths, options.get("units"))
+    return replace(resolved, frozen=frozen, replicated=replicated)
 
 
 def _by_keywords(
@@ -238,8 +224,7 @@ def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
         raise ValueError(f"units: expected each pattern once, got {list(patterns)}")
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        segments = pattern.split("/")
-        matched = [path for path in paths if path and _matches(path.split("."), segments)]
+        matched = [path for path in paths if path and matches(path.replace(".", "/"), pattern)]
         if not matched:
             raise ValueError(
                 f"units: expected patterns of module paths, but {pattern!r} matches none of {_some(paths)}"
@@ -248,15 +233,8 @@ def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def _matches(path: Sequence[str], segments: Sequence[str]) -> bool:
-    return len(path) == len(segments) and all(map(fnmatch.fnmatchcase, path, segments))
-
-
 def _by_policy(
-    policy: ShardingPolicy,
-    mesh: Mesh | None,
-    paths: Mapping[str, str],
-    patterns: Sequence[str] | None,
+    policy: ShardingPolicy, mesh: Mesh | None, paths: Mapping[str, str], patterns: Sequence[str] | None
 ) -> Resolved:
     if mesh is None:
         mesh = data_parallel_mesh(policy.mesh_sizes(len(jax.devices())))
@@ -315,8 +293,7 @@ def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:
 
 
 def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:
-    """Options by path in the model. All layers of a stack are one module, so they must be units of one kind, or no
-    units."""
+    """Options by path in the model. A stack's layers are one module, so they must be units of one kind, or none."""
     by_path: dict[str, UnitOptions | None] = {}
     first: dict[str, str] = {}
     for dotted, path in paths.items():

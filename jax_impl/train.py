@@ -95,8 +95,7 @@ class TrainStep:
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers]:
-        """Loss and gradients of one global batch, without an update; with ``has_aux``, ``(loss, aux)`` and
-        gradients."""
+        """Loss (with ``has_aux``, ``(loss, aux)``) and gradients of one global batch, without an update."""
         loss, gradients, _ = self._run(weights, batch, variables or {}, shared)
         return (loss.value, loss.aux) if self._options.has_aux else loss.value, gradients
 
@@ -117,7 +116,7 @@ class TrainStep:
             weights, opt_state, extra = self._settle(
                 self._updates[lying](state.weights, state.opt_state, gradients, loss.value)
             )
-        return TrainState(weights, opt_state, variables), {**self._metrics(loss), **extra}
+        return TrainState(weights, opt_state, variables), {**loss.metrics(self._options.has_aux), **extra}
 
     def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
         """The program of a whole step, for compiling ahead of time, costing or reading.
@@ -165,14 +164,6 @@ class TrainStep:
         """Whether gradients go to host memory."""
         own = trainable(self._plan, state.weights)
         return self._plan.brings_units and lies_on_host(self._plan, state.opt_state, own)
-
-    def _metrics(self, loss: LossParts) -> Metrics:
-        metrics: Metrics = {"loss": loss.value}
-        if loss.weight is not None:
-            metrics["weight"] = loss.weight
-        if self._options.has_aux:
-            metrics["aux"] = loss.aux
-        return metrics
 
     def _run(
         self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False
@@ -322,8 +313,7 @@ def grad_norm(gradients: Buffers) -> jax.Array:
     squares: Any = jnp.float32(0)
     last: Any = ()
     for array in gradients.values():
-        # Collectives run one after another: see forward.hold. At least float32, since squares of float16 gradients
-        # overflow from 256 on.
+        # Collectives run one after another: see forward.hold. At least float32: float16 squares overflow from 256.
         array, last = fence((array, last))
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         last = jnp.sum(wide * wide)

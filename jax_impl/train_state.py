@@ -1,5 +1,4 @@
-"""The inputs of a step: the train state, a batch that is cut over the devices, and inputs that are whole on each
-device.
+"""The inputs of a step: the train state, a batch that is cut over devices, and inputs that are whole on each device.
 
 ::
 
@@ -186,10 +185,8 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
     """Place variables as the plan says; raises ``ValueError`` for variables that are not the plan's."""
-    missing, unexpected = (
-        sorted(plan.variables.keys() - variables.keys()),
-        sorted(variables.keys() - plan.variables.keys()),
-    )
+    missing = sorted(plan.variables.keys() - variables.keys())
+    unexpected = sorted(variables.keys() - plan.variables.keys())
     if missing or unexpected:
         raise ValueError(
             f"variables: expected the model's variables that are not parameters, missing {missing[:5]}, unexpected "
@@ -219,8 +216,7 @@ def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
-    """Raise ``ValueError`` as ``check_context`` does, for weights or variables of another plan, and for donated
-    arrays."""
+    """Raise ``ValueError`` as ``check_context`` does, for another plan's weights or variables, for donated arrays."""
     check_context()
     if weights.keys() != plan.arrays.keys():
         raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
@@ -256,16 +252,14 @@ def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batc
 
 def _as_jax_has_it(leaf: Any) -> Any:
     """Cast a NumPy array to its dtype in JAX (int32 for int64 unless x64 is on)."""
-    # device_put narrows an array once and caches the result: for a loader's reused buffer, it would return the old
-    # rows.
+    # device_put narrows an array once and caches the result: for a reused buffer, it would return the old rows.
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
 
 
 def pad_batch(
     plan: ShardingPlan, batch: Batch, microbatches: int = 1, rows: int | None = None
 ) -> tuple[Batch, np.ndarray]:
-    """Pad a batch to a multiple with copies of its last row. Also returns which rows count: float32 ``[rows]``, ones
-    and zeros.
+    """Pad a batch to a multiple with copies of its last row. Also returns float32 ``[rows]``: ones for rows that count.
 
     ::
 
@@ -306,8 +300,7 @@ def pad_batch(
 
 
 def place_shared(plan: ShardingPlan, shared: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Place inputs without rows whole on every device. Raises ``ValueError`` for inputs that are neither arrays nor
-    numbers."""
+    """Place inputs without rows whole on every device. Raises ``ValueError`` unless they are arrays or numbers."""
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):

@@ -1,1 +1,1 @@
-"""What one does with checkpoints: convert, diff, verify and summarize them, whatever their formats."""
+"""Operations on checkpoints of any format: convert, diff, verify and summarize."""

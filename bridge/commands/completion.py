@@ -1,7 +1,7 @@
-"""What the shell proposes at TAB: names of families, conventions, axes, dtypes, policies, models and relays.
+"""Proposals of the shell at TAB: names of families, conventions, axes, dtypes, policies, models and relays.
 
-`twinshard --install-completion` sets the shell up. Where nothing is proposed, bash, zsh and fish propose files. A
-completion must never fail or wait, so it reads files of this package only.
+`twinshard --install-completion` sets the shell up. Where this file has no proposals, bash, zsh and fish propose
+files. A completion must never fail or wait, so it reads files of this package only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def families(incomplete: str) -> _Proposals:
 
 
 def conventions(ctx: typer.Context, incomplete: str) -> _Proposals:
-    """Conventions of the family that --mapping names; of all families where it does not."""
+    """Conventions of the family that --mapping names, or of all families without --mapping."""
     mapping = ctx.params.get("mapping")
     tables = [_table(mapping)] if mapping else [_table(name) for name in _names(_FAMILIES)]
     names = dict.fromkeys(name for table in tables if table is not None for name in table.conventions)

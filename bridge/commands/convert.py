@@ -56,7 +56,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
 
-    With --mapping, names and layouts are translated to the other framework's model, optimizer state included.
+    With --mapping, the command translates names and layouts, also of the optimizer state, to the other framework.
     Without --mapping every tensor keeps its name, as a path. DST appears only when it is complete.
 
     \b
@@ -169,14 +169,14 @@ def _left(dst: str, replace: bool, resume: bool) -> str:
     from bridge.core.formats.files.journal import abandoned
 
     if (local := place_here(dst)) is None:
-        return "the same command with --resume goes on" if resume else f"nothing of it is at {dst}"
+        return "the same command with --resume continues" if resume else f"nothing remains at {dst}"
     if not replace and os.path.lexists(local):
         return f"{dst} is complete"
     kept = [str(directory) for directory in abandoned(local)] if resume else []
-    state = f"{dst} is one complete checkpoint, the old or the new one" if replace else f"{dst} is not there"
+    state = f"{dst} is one complete checkpoint, the old or the new" if replace else f"{dst} does not exist"
     if kept:
-        return f"{state}; what is finished is in {kept[-1]}, and the same command with --resume goes on there"
-    return f"{state}, and nothing of the work is left"
+        return f"{state}; the finished work is in {kept[-1]}, and the same command with --resume continues from there"
+    return f"{state}, and none of the work is kept"
 
 
 def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
@@ -200,18 +200,18 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     for remark in conversion.remarks:
         print_line(out, f"note: {remark}")
     if conversion.companions.files:
-        print_line(out, f"beside it: {some([*conversion.companions.files])}")
+        print_line(out, f"files next to it: {some([*conversion.companions.files])}")
     print_left_alone(out, conversion.left_alone)
     if conversion.left_out:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, ASKED_FOR)}")
     if conversion.inexact:
-        print_line(out, f"calculated, with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
+        print_line(out, f"computed with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
     there = (local := place_here(destination)) is not None and os.path.lexists(local)
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
         f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
-        f"would be written{', over what is there' if there else ''}{names_of(conversion.conventions)}",
+        f"would be written{', replacing what is there' if there else ''}{names_of(conversion.conventions)}",
     )
     if (missing := missing_parent(destination)) is not None:
-        print_line(out, f"{missing} does not exist: it would be asked about, or created by --parents")
+        print_line(out, f"{missing} does not exist: the command would ask first, and --parents creates it")

@@ -1,4 +1,4 @@
-"""Options of `twinshard convert`: what goes along, and how the conversion runs."""
+"""Options of `twinshard convert`: what is converted and copied, and how the conversion runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ContentOptions(SelectionOptions):
         typer.Option(
             "--cast",
             metavar="PATTERN=DTYPE",
-            help="Round the tensors of these names, such as '*=bf16', but not step counts; repeatable.",
+            help="Round tensors with these names, such as '*=bf16', but no step counts; repeatable.",
             autocompletion=completion.casts,
         ),
     ] = None
@@ -38,15 +38,15 @@ class ContentOptions(SelectionOptions):
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Compare SRC with its manifest and its format's checksums while reading; without, "
-            "damage in SRC goes into DST, and DST's new checksums vouch for it.",
+            help="Check SRC against its manifest and its format's checksums while reading; otherwise "
+            "damage in SRC is copied into DST, and DST's new checksums confirm it.",
         ),
     ] = True
     companions: Annotated[
         bool,
         typer.Option(
             "--companions/--no-companions",
-            help="Copy config.json, tokenizer files and the like from beside SRC into DST.",
+            help="Copy config.json, tokenizer files and similar files next to SRC into DST.",
         ),
     ] = True
 
@@ -60,7 +60,7 @@ class RunOptions(ItemOptions):
         typer.Option(
             "--write-item",
             metavar="NAME",
-            help="Write what is below this key as an item of its own, to Orbax; repeatable, or NAME,NAME.",
+            help="Write the values below this key as a separate Orbax item; repeatable, or NAME,NAME.",
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False

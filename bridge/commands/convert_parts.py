@@ -32,7 +32,7 @@ def convert_in_parts(
     run: RunOptions,
     json: bool,
 ) -> None:
-    """Do what is asked, and print the result."""
+    """Run the request, and print the result."""
     with user_errors(json=json):
         src = str(at_step(src, step))
     if request.dry_run:
@@ -72,11 +72,9 @@ def convert_in_parts(
 
 
 def _left(resume: bool) -> str:
-    """What a conversion in parts that was stopped leaves."""
-    own = (
-        "what is finished of this one, too, for the same command" if resume else "nothing of this one is left"
-    )
-    return f"parts that are complete stay; {own}"
+    """The state after a conversion in parts was stopped."""
+    own = "so does this part's finished work, for the same command" if resume else "this part leaves nothing"
+    return f"complete parts stay; {own}"
 
 
 def _on_engine(
@@ -129,7 +127,7 @@ def _print_part(report: PartReport, json: bool) -> None:
     elif report.missing:
         print_line(out, f"{len(report.missing)} of {report.parts} parts are missing for {report.destination}")
     else:
-        print_line(out, f"all {report.parts} parts are there: --commit lets {report.destination} appear")
+        print_line(out, f"all {report.parts} parts are complete: --commit makes {report.destination} appear")
 
 
 def _print_estimate(
@@ -156,7 +154,7 @@ def _print_estimate(
             f"{human_bytes(sum(plan.sizes))} in {request.count} parts, one machine each, {workers} workers, "
             f"{bandwidth:g} GB/s of storage each way: about {slowest.seconds:.0f} s, "
             f"limited by {slowest.limit}; the slowest part takes {slowest.seconds / max(busy, 1e-9):.2f} times the "
-            f"mean; all together read and write {sum(p.rate for p in parts) / 1e9:.1f} GB/s",
+            f"mean; all machines together read and write {sum(p.rate for p in parts) / 1e9:.1f} GB/s",
         )
 
 
@@ -165,7 +163,7 @@ def _print_pieces(out: Console, plan: PartPlan, part: int) -> None:
     rows = [(p.tensor, f"{p.first}:{p.stop}", human_bytes(p.bytes)) for p in pieces[:_PIECES_SHOWN]]
     print_table(out, (f"part {part}", "chunks", "size"), rows, left=1)
     if len(pieces) > _PIECES_SHOWN:
-        print_line(out, f"and {len(pieces) - _PIECES_SHOWN} pieces more")
+        print_line(out, f"and {len(pieces) - _PIECES_SHOWN} more pieces")
 
 
 def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> None:
@@ -202,4 +200,4 @@ def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> No
     )
     print_table(out, columns, rows, left=2)
     if len(parts) > len(rows):
-        print_line(out, f"and {len(parts) - len(rows)} parts more")
+        print_line(out, f"and {len(parts) - len(rows)} more parts")

@@ -1,4 +1,4 @@
-"""What a conversion says when it is done."""
+"""The report that `convert` prints at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED_FOR = 5
 
 
 def print_result(report: ConvertReport, json: bool) -> None:
-    """What was converted, in which time, and the remarks."""
+    """Print what was converted, the time it took, and the remarks."""
     out = Console()
     if json:
         print_json(out, report)
@@ -37,16 +37,16 @@ def names_of(conventions: tuple[str, str] | None) -> str:
 
 
 def written_in(nbytes: int, before: int, seconds: float) -> str:
-    """So many bytes in these seconds, and the rate of those that were not written before, if there are any."""
+    """Bytes and seconds, and the rate of the bytes that this run wrote, if it wrote any."""
     written = nbytes - before
     earlier = f", {human_bytes(before) if written else 'all'} of it before," if before else ""
-    # The seconds of a commit, or of an attempt that found everything there, say nothing about a rate.
+    # The seconds of a commit, or of an attempt that found all bytes already written, give no rate.
     rate = f" ({human_bytes(int(written / max(seconds, 1e-9)))}/s)" if written else ""
     return f"{human_bytes(nbytes)}{earlier} in {seconds:.1f} s{rate}"
 
 
 def print_remarks(out: Console, report: ConvertReport) -> None:
-    """What else is to be known: files that went along, what was rounded, what is not there."""
+    """Print the other facts: files copied along, rounded tensors, dropped names."""
     for remark in report.remarks:
         print_line(out, f"note: {remark}")
     if report.companions:
@@ -59,11 +59,11 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
     if not report.verified:
         print_line(
             out,
-            "warning: not verified: damage in the source is in the new checkpoint, whose checksums vouch for what was "
-            "read",
+            "warning: not verified: damage in the source was copied into the new checkpoint, whose checksums confirm "
+            "the damaged bytes",
         )
     if report.inexact:
-        print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
+        print_line(out, f"computed with rounding, {len(report.inexact)}: {some(report.inexact)}")
     lost = "finite elements became infinite or NaN by the cast"
     for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
         print_line(out, f"warning: {line}")

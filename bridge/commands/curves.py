@@ -47,7 +47,7 @@ def curves_command(
     window: Annotated[
         int | None,
         typer.Option(
-            "--window", help="Steps to smooth over, odd; a departure lasts as long. Default: 5 to 51."
+            "--window", help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."
         ),
     ] = None,
     rtol: Annotated[
@@ -59,8 +59,8 @@ def curves_command(
     """Ask whether training runs are the same experiment.
 
     A metrics file holds JSON lines, CSV or TensorBoard events; a directory holds event files. With three runs or more,
-    repeats show how far seeds move the curve, and the exit status is 1 if B leaves that band. With one run a side, the
-    exit status is 1 if any step differs by more than --rtol.
+    the repeats show how far seeds move the curve, and the exit status is 1 if B leaves that band. With one run on each
+    side, the exit status is 1 if any step differs by more than --rtol.
 
     \b
     Example:

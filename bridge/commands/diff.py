@@ -59,8 +59,8 @@ class ComparisonOptions(SelectionOptions):
         float | None,
         typer.Option(
             min=0.0,
-            help="Allowed error of a whole tensor, ||A-B|| / ||A|| (Euclidean norms); it passes "
-            "whatever its elements.",
+            help="Allowed error of a whole tensor, ||A-B|| / ||A|| (Euclidean norms); within it, "
+            "single elements may differ by any amount.",
         ),
     ] = None
     noise: Annotated[
@@ -75,7 +75,7 @@ class ComparisonOptions(SelectionOptions):
         bool,
         typer.Option(
             "--rounded",
-            help="Also compare tensors of different dtypes: the narrower must equal the other, rounded.",
+            help="Also compare tensors of different dtypes: the wider one, rounded, must equal the narrower.",
         ),
     ] = False
     workers: Annotated[int, typer.Option(min=1, help="Threads; each takes about 100 MiB of memory.")] = 1
@@ -160,7 +160,7 @@ def diff(
 
 
 def _print_tensors(out: Console, report: DiffReport, listing: ListingOptions) -> None:
-    """The tensors that differ, with ``--all`` the equal ones, too, and where the worst of them differ most."""
+    """Print the tensors that differ (with ``--all`` also the equal ones), and where the worst tensors differ most."""
     offenders = report.offenders
     equal = tuple(tensor for tensor in report.tensors if not tensor.difference.differing)
     listed = (*offenders, *equal) if listing.all_ else offenders[:SHOWN]
@@ -196,7 +196,7 @@ def _row(report: DiffReport, tensor: TensorDiff) -> list[str]:
 
 
 def _print_rest(out: Console, report: DiffReport, listing: ListingOptions) -> None:
-    """Print the names that one checkpoint lacks, and values that are no tensors."""
+    """Print the names that one checkpoint lacks, and values that are not tensors."""
     told = {name for name, _ in report.structure}
     only = (
         ("only in A", report.missing),
@@ -241,7 +241,7 @@ def _print_verdict(out: Console, report: DiffReport) -> None:
 
 
 def _elsewhere(report: DiffReport) -> str:
-    """How many differences there are, by their kind, besides those of tensors that were compared."""
+    """Counts, by kind, of all differences outside the tensors that were compared."""
     counts = {
         "tensors only in A": len(report.missing),
         "tensors only in B": len(report.extra),
@@ -255,7 +255,7 @@ def _elsewhere(report: DiffReport) -> str:
 
 
 def _print_mappings(out: Console, report: DiffReport) -> None:
-    """Families that may relate two checkpoints without a name in common."""
+    """Print families that may relate two checkpoints without a common name."""
     from bridge.core.mapping.plan.fitting import fitting
 
     commands = [
@@ -263,11 +263,11 @@ def _print_mappings(out: Console, report: DiffReport) -> None:
         for family, convention in fitting(report.missing, report.extra)
     ]
     if commands:
-        print_line(out, f"the names of A may be translated to those of B: {some(commands, _WORST)}")
+        print_line(out, f"these options may translate the names of A to names of B: {some(commands, _WORST)}")
 
 
 def _print_histogram(out: Console, tensor: TensorDiff) -> None:
-    """The percentiles of the relative differences, and a bar for each power of ten."""
+    """Print the percentiles of the relative differences, and a bar for each power of ten."""
     percentiles = ", ".join(
         f"{percent} % within {value:.1e}" for percent, value in tensor.percentiles.items()
     )

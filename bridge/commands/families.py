@@ -9,8 +9,8 @@ from bridge.commands.output import Console, print_json, print_line, print_table
 def families(json: JsonOption = False) -> None:
     """List the shipped mappings.
 
-    For each family the list has its naming conventions, for --from and --into, the axes whose sizes come from a
-    config.json beside the checkpoint, or from --axis, and the models it is for, by the model_type in their config.json.
+    For each family the list shows the naming conventions (for --from and --into), the axes (with sizes from --axis, or
+    from a config.json next to the checkpoint), and the supported models, by the model_type in their config.json.
 
     \b
     Example:
@@ -43,6 +43,6 @@ def families(json: JsonOption = False) -> None:
     print_table(console, ("family", "conventions", "axes", "models"), rows, left=4)
     print_line(
         console,
-        "--into and --from take flax for jax and jax for flax, and hf for torch and torch for hf, where a family has "
-        "one of the two.",
+        "Where a family has only one of flax and jax, --into and --from accept both names for it; the same holds for "
+        "hf and torch.",
     )

@@ -1,4 +1,4 @@
-"""Many findings of one kind as one line: the sentence, how many there are, and the first names."""
+"""Many findings of one kind as one line: the sentence, the count, and the first names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NUMBERS = re.compile(r"#(?:,? #)*,?")
 
 
 def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str]:
-    """Lines ``name: text``. More than ``most`` whose texts differ in names and numbers only become one line.
+    """Lines ``name: text``. If more than ``most`` texts differ in names and numbers only, they become one line.
 
-        x: chunk at (0,): expected CRC-32C 2fa5ad7d, got 8cd292ef     (2 such, a line each)
-        a, b, c and 57 more (60 in all), of the first: chunk at (0,): ...      (60 such)
+        x: chunk at (0,): expected CRC-32C 2fa5ad7d, got 8cd292ef     (2 such findings, one line each)
+        a, b, c and 57 more (60 in all), of the first: chunk at (0,): ...      (60 such findings)
 
     ``--json`` has all of them.
     """
@@ -39,7 +39,7 @@ def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str
 
 
 def print_left_alone(out: Console, names: Mapping[str, str]) -> None:
-    """Say which files beside a checkpoint were not read, and why, a line for each reason."""
+    """Say which files next to a checkpoint were not read, and why, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in names.items():
         reasons.setdefault(why, []).append(name)

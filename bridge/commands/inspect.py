@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridge.core.sharding.layout.layout import Layout
 
 _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
-"""Ends of the names of files that are no layouts."""
+"""Suffixes of files that are not layouts."""
 _GROUPS = "param_groups"
 
 
@@ -44,14 +44,14 @@ class DrawingOptions:
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option("--depth", min=0, metavar="N", help="A tree of the first N levels of names only."),
+        typer.Option("--depth", min=0, metavar="N", help="Show a tree of only the first N levels of names."),
     ] = None
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.tree is False:
-            raise typer.BadParameter("--depth is of a tree: expected no --list with it")
+            raise typer.BadParameter("--depth limits a tree: expected no --list with --depth")
         if self.layout and (self.tree is not None or self.depth is not None):
-            raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth with it")
+            raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth as well")
         if self.picture is not None and not self.layout:
             raise typer.BadParameter("--picture needs --layout")
 
@@ -66,15 +66,15 @@ def inspect(
     which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
-    """List what a checkpoint holds.
+    """List the contents of a checkpoint.
 
-    Every tensor has its shape, dtype, size and number of stored chunks. On a terminal they are a tree, with counts and
-    bytes of each group, in which layers that are alike are one branch, {0..31}. In a pipe there is a row for each
-    tensor, with its whole name, and totals by group. Values that are not tensors follow, with --depth those below it
-    by their number. The first line says whether there is a manifest, by which `twinshard verify` detects changes.
+    The command shows the shape, dtype, size and number of stored chunks of each tensor. On a terminal it prints a tree
+    with the counts and bytes of each group, and equal layers are one branch, {0..31}. In a pipe it prints a row for
+    each tensor, with its whole name, and totals by group. Values that are not tensors follow; with --depth, deeper
+    ones are only counted. The first line says whether there is a manifest, for `twinshard verify`.
 
     With --layout, the command draws to scale instead. For a checkpoint the drawing shows which chunk stores which
-    rows. For a layout file (the JSON of a planned layout) it shows what every rank holds, with dots for padding.
+    rows. For a layout file (the JSON of a planned layout) it shows the rows of each rank, with dots for padding.
 
     \b
     Example:
@@ -149,9 +149,9 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
 
 
 def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: bool) -> None:
-    """The values that are not tensors; those deeper than ``depth`` by their number alone.
+    """Print the values that are not tensors; of values deeper than ``depth``, only the number.
 
-    fold: values that three of an optimizer's ``param_groups`` or more have in common are one line.
+    fold: a value that three or more of an optimizer's ``param_groups`` have in common is printed once.
     """
     from bridge.checkpoints.inspect.tensor_tree import ALIKE
     from bridge.core.formats.tensors.leaves import separator_of
@@ -178,13 +178,13 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
             groups = f"{{{first} ... {final}: {len(members)} alike}}"
             print_line(out, f"{separator_of(summary.format).join([*path, groups, last])} = {value}")
     for group, count in deeper.items():
-        print_line(out, f"{group}: {count} value{'s' if count > 1 else ''} besides the tensors")
+        print_line(out, f"{group}: {count} value{'s' if count > 1 else ''} in addition to the tensors")
 
 
 def _print_list(out: Console, summary: Summary) -> None:
     heading, *rows = summary.table()
     print_table(out, heading, rows, left=2)
-    # Flat names make a group of each tensor: that would be the same table again.
+    # With flat names each tensor is its own group: the second table would repeat the first.
     if not {group.name for group in summary.groups} <= {tensor.name for tensor in summary.tensors}:
         totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
         print_table(out, ("group", "tensors", "elements", "size"), totals)

@@ -1,4 +1,4 @@
-"""Log lines of the libraries behind object stores, which must not stand beside the command's own error."""
+"""Log lines of the libraries behind object stores, which must not appear next to the command's own error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STORES: Final = frozenset(
 
 
 def hide_logs_of_stores() -> None:
-    """Where nobody has configured logging, show nothing that these libraries log.
+    """Hide what these libraries log, unless somebody has configured logging.
 
     Python's handler of last resort would print warnings, errors and their tracebacks. Handlers that are configured, by
     the user or by a variable such as GCSFS_DEBUG, stay as they are.

@@ -1,8 +1,8 @@
 """The `twinshard` command.
 
 Exit status: 0 for success, 1 when the answer is no (checkpoints or curves differ, a relay promise is broken), 2 for an
-error, which is one message on standard error, 128 + n after signal n, also where a reader closed the pipe (141). An
-error that nobody foresaw ends with 2 as well; with TWINSHARD_TRACEBACK=1 Python's traceback comes before its message.
+error, which is one message on standard error, 128 + n after signal n, also when a reader closed the pipe (141). An
+unforeseen error ends with 2, too; with TWINSHARD_TRACEBACK=1 Python's traceback comes before its message.
 Results go to standard output, progress to standard error. With `--json` standard output is one document in any case:
 for an error {"version": 1, "error": {"kind": ..., "message": ..., "status": 2}}.
 """
@@ -38,7 +38,7 @@ from bridge.commands.stopping import Stopped, stop_on_signals
 from bridge.commands.verify import verify
 
 TRACEBACK: Final = "TWINSHARD_TRACEBACK"
-"""Variable of the environment that asks for the traceback of an error that no command explains."""
+"""Environment variable that asks for the traceback of an error that no command explains."""
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report a program that the signal ends.
 _OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
@@ -92,13 +92,13 @@ def _show_warning(
     print_line(Console(stderr=True), f"warning: {message}")
 
 
-# What typer raises for wrong usage; of these classes only this one's subclass has a public name in all versions. Any:
-# there is no public type with its show() and format_message().
+# The base class of typer's usage errors; only its subclass has a public name in all versions. Any, because no public
+# type has its show() and format_message().
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
 
 def _require_no_empty_argument() -> None:
-    """An empty text is never meant, but comes from a variable that a script did not set. As a path it would be ".".
+    """An empty argument is a mistake, such as an unset variable in a script. As a path it would mean ".".
 
     Raises typer.BadParameter.
     """
@@ -106,7 +106,7 @@ def _require_no_empty_argument() -> None:
         if not argument.strip():
             before = " ".join(map(shlex.quote, sys.argv[1 : number + 1]))
             raise typer.BadParameter(
-                f"expected a value after {before!r}, got an empty one: is a variable of your script not set?"
+                f"expected a value after {before!r}, got an empty one: is a variable in your script not set?"
             )
 
 
@@ -127,7 +127,7 @@ def main() -> None:
         _require_no_empty_argument()
         status = app(standalone_mode=False, prog_name="twinshard")
         if status == _INTERRUPTED:
-            raise KeyboardInterrupt  # which typer has turned into a status
+            raise KeyboardInterrupt  # typer has turned it into a status
         if sys.stdout is not None:
             sys.stdout.flush()
     except Stopped as stopped:
@@ -145,11 +145,11 @@ def main() -> None:
             print_failure(error, error.format_message(), 2, json=True, told=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt as error:
-        # From a thread, or before signals are handled; else it is `Stopped`.
+        # Raised in a thread, or before signals are handled; otherwise SIGINT raises `Stopped`.
         print_failure(error, "stopped by SIGINT", _INTERRUPTED, json=json)
         raise SystemExit(_INTERRUPTED) from None
     except (BrokenPipeError, SystemExit) as error:
-        # typer ends with 1 where a pipe is closed; the command's own answers are what `app` returns.
+        # typer exits with 1 when a pipe is closed; the commands' own answers are the result of `app`.
         if isinstance(error, SystemExit) and error.code != 1:
             raise
         sys.stdout = None
@@ -163,24 +163,24 @@ def main() -> None:
 
 
 def _end_unforeseen(error: Exception, json: bool) -> Never:
-    """Say what no command has explained, in one sentence: 1 would mean that the answer is no."""
+    """Print, in one sentence, an error that no command explains. Status 2, because 1 means that the answer is no."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS:
-        # Commands explain all errors of files themselves; what is left is their own output.
+        # Commands explain all errors of files themselves; only errors of their own output remain.
         print_failure(error, f"error: standard output cannot be written: {error.strerror or error}", 2)
-        # Python would try again at its end, and complain.
+        # At exit Python would try again, and complain.
         sys.stdout = None
         raise SystemExit(2) from None
     said = (str(error).strip() or "no message").splitlines()[0]
     if isinstance(error, MemoryError):
         text = (
-            f"error: not enough memory ({said}): give the command more, or less to do at once (--workers 1)"
+            f"error: not enough memory ({said}): give the command more memory, or fewer threads (--workers 1)"
         )
     else:
         text = (
-            f"error: the command failed without an answer: {type(error).__name__}: {said}; {TRACEBACK}=1 shows where, "
-            "which a report of this fault should have"
+            f"error: the command failed unexpectedly: {type(error).__name__}: {said}; {TRACEBACK}=1 prints the "
+            "traceback, which a bug report should contain"
         )
     print_failure(error, text, 2, json=json)
     raise SystemExit(2) from None

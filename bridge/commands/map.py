@@ -22,7 +22,7 @@ def map_(
     values: Annotated[
         bool,
         typer.Option(
-            "--values", help="Compare some elements, which settles doubts where the weights are the same."
+            "--values", help="Compare some elements, to resolve doubts if both have the same weights."
         ),
     ] = False,
     out: Annotated[
@@ -33,8 +33,8 @@ def map_(
 ) -> None:
     """Propose a mapping between two checkpoints, from names and shapes.
 
-    A rule is marked "# uncertain", with the reason, where another rule would have fitted as well. Weights that no rule
-    names are listed. The exit status is 1 when there is an uncertain rule or such a weight: review the file first.
+    If another rule would also fit, a rule is marked "# uncertain", with the reason. The command lists weights that no
+    rule names. The exit status is 1 if a rule is uncertain or a weight is listed: review the file first.
 
     \b
     Example:
@@ -51,9 +51,7 @@ def map_(
     missing = None if out is None else missing_parent(str(out))
     if missing is not None:
         paths = "; --out takes paths of this machine only" if store_hint(str(out)) else ""
-        raise typer.BadParameter(
-            f"{missing} does not exist: expected the directory that is to hold {out}{paths}"
-        )
+        raise typer.BadParameter(f"{missing} does not exist: expected the directory for {out}{paths}")
     step = which.step_number()
     with user_errors(json=json):
         proposal = propose(a, b, values=values, items=which.items, step=step)
@@ -72,7 +70,7 @@ def map_(
     uncertain = [rule.a[0].partition(" : ")[0] for rule in proposal.rules if rule.doubts]
     if uncertain:
         count = f"{len(uncertain)} of {len(proposal.rules)} rules"
-        hint = "" if values else "; --values settles them where both hold the same weights"
+        hint = "" if values else "; --values resolves them if both hold the same weights"
         print_line(notes, f"uncertain, {count}: {some(uncertain)}{hint}")
     sides = (("A", proposal.left_a, proposal.places[0]), ("B", proposal.left_b, proposal.places[1]))
     for name, left_over, source in sides:

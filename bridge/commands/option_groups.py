@@ -1,4 +1,4 @@
-"""Options of a command as typed groups: a parameter that is a dataclass stands for an option for each of its fields."""
+"""Options of a command as typed groups: a dataclass parameter gives the command an option for each of its fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer reads it: in place of each dataclass its fields, in their order, with their defaults.
+    """``command`` as typer reads it: each dataclass is replaced by its fields, in their order, with their defaults.
 
         @dataclass(frozen=True)
         class ItemOptions:                                 def verify(path, items: ItemOptions, json): ...
@@ -29,7 +29,7 @@ def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = [option.name for option in options]
             parameters += options
         else:
-            # Among keywords, a required one may follow one with a default.
+            # Among keyword-only parameters, a required one may follow one with a default.
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint))
 
     @functools.wraps(command)
@@ -38,7 +38,7 @@ def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = hints[name](**{option: values.pop(option) for option in options})
         command(**values)
 
-    # typer reads both. Python lets any function have a signature of its own, which typeshed does not declare.
+    # typer reads both. Python allows ``__signature__`` on any function, but typeshed does not declare it.
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

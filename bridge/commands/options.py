@@ -101,14 +101,14 @@ class MappingOptions:
         Literal["once", "both"] | None,
         typer.Option(
             "--tied",
-            help="Keep a weight of two names once, or under both; default: as in the first checkpoint.",
+            help="Store a weight with two names once, or under both; default: as in the first checkpoint.",
         ),
     ] = None
     any_model: Annotated[
         bool,
         typer.Option(
             "--any-model",
-            help="Use the mapping also for a model that its rules are not for by its config.json.",
+            help="Use the mapping even if its rules are not for the model in config.json.",
         ),
     ] = False
     optimizer_order: Annotated[
@@ -116,23 +116,23 @@ class MappingOptions:
         typer.Option(
             "--optimizer-order",
             metavar="model|FILE",
-            help="What torch's numbers of weights in an optimizer's state stand for: the model's "
-            "order in each group, or the names in a text file, one a line.",
+            help="The weights behind torch's parameter numbers in an optimizer state: the model's "
+            "order in each group, or the names in a text file, one per line.",
         ),
     ] = None
     dequantize: Annotated[
         bool,
         typer.Option(
             "--dequantize",
-            help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks "
-            "(DeepSeek-V3) of the first checkpoint as the bfloat16 numbers that they stand for.",
+            help="Read MXFP4 weights (GPT-OSS) and float8 weights with block scales (DeepSeek-V3) "
+            "of the first checkpoint as the bfloat16 numbers that they encode.",
         ),
     ] = False
 
     def arguments(self) -> dict[str, Any]:
         """These options as arguments of `bridge.convert` and `bridge.diff`.
 
-        Raises a usage error for wrong sizes, and for an option that needs a mapping and has none.
+        Raises a usage error for wrong sizes, and for an option that needs a mapping if there is no mapping.
         """
         axes = axis_sizes(self.axis, self.mapping)
         if self.mapping is None:
@@ -144,18 +144,18 @@ class MappingOptions:
     def _require_none(self) -> None:
         for option, value in (("--into", self.into), ("--from", self.from_), ("--tied", self.tied)):
             if value is not None:
-                raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
+                raise typer.BadParameter(f"{option} needs --mapping: it takes names from the mapping")
         if self.optimizer_order is not None:
             raise typer.BadParameter(
-                "--optimizer-order needs --mapping: without one, states keep their numbers"
+                "--optimizer-order needs --mapping: without a mapping, optimizer states keep their numbers"
             )
         if self.any_model:
-            raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
+            raise typer.BadParameter("--any-model needs --mapping: only a mapping is limited to some models")
 
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """Which tensors are meant. Each command says in help texts of its own what it selects from."""
+    """Which tensors to use. Each command's own help texts say which checkpoint they are selected from."""
 
     select: list[str] | None
     drop: list[str] | None
@@ -171,14 +171,14 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class ItemOptions:
-    """Which of several checkpoints in a directory is meant."""
+    """Which of several checkpoints in a directory to use."""
 
     item: Annotated[
         list[str] | None,
         typer.Option(
             "--item",
             metavar="NAME",
-            help="Of an Orbax step with several items, those to read as one tree; repeatable, or NAME,NAME.",
+            help="Items of an Orbax step to read as one tree, if there are several; repeatable, or NAME,NAME.",
         ),
     ] = None
     step: Annotated[
@@ -230,7 +230,7 @@ def explained(error: Exception) -> str:
 
 
 def some(names: Sequence[str], most: int = SHOWN) -> str:
-    """`first_of`, as many as a command shows."""
+    """`first_of`, with the number of names that a command shows."""
     return first_of(names, most)
 
 
@@ -240,14 +240,14 @@ def progress_console() -> Console:
 
 
 def item_names(options: list[str] | None) -> tuple[str, ...]:
-    """The names in options that may have several each, separated by commas."""
+    """The names in options that may each hold several, separated by commas."""
     return tuple(name for option in options or [] for name in option.split(",") if name)
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
     """The sizes by name from `NAME=SIZE` texts. Other texts, and texts without a mapping, are usage errors."""
     if options and mapping is None:
-        raise typer.BadParameter("--axis needs --mapping: the axes are those of a mapping")
+        raise typer.BadParameter("--axis needs --mapping: the axes belong to a mapping")
     axes = {}
     for option in options or []:
         name, equals, size = option.partition("=")

@@ -1,4 +1,4 @@
-"""How commands print: on a terminal what fits its width, in a pipe aligned plain text, JSON for machines."""
+"""How commands print: fitted to the width of a terminal, as aligned plain text in a pipe, as JSON for machines."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from rich.text import Text
 from bridge.core.text import human_bytes, plain_json, printable, table_lines
 
 _FOLDED_NAME = 24
-"""Characters of a name in a line, at least, where a narrow terminal folds names."""
+"""Minimum number of characters of a name in a line, where a narrow terminal folds names."""
 _GAP = 2
 """Blanks between two columns of a table."""
 _LABELS = {"error": "bold red", "failed": "bold red", "warning": "bold yellow"}
 """Styles of the first word of a message. The word alone says the same."""
 PLAIN_SECONDS = 10.0
-"""In a pipe, progress is a line at most this often."""
+"""Seconds between two lines of progress in a pipe, at least."""
 
 
 JSON_VERSION = 1
-"""Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
+"""Version of the `--json` documents: it grows when a key is renamed, removed or redefined; keys may be added."""
 _WIDTH = 80  # For a pipe or a file, which has no width.
-BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report a program that the signal ends
 
 
 class Console(RichConsole):
-    """A console of which a pipe's reader may take a part only, as in `| head`: then the command ends without a word."""
+    """A console that ends the command silently when the reader of a pipe stops early, as in `| head`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.width < 1:
-            # COLUMNS=0, as some schedulers have it, would leave no room for anything.
+            # COLUMNS=0, which some schedulers set, would leave no room for anything.
             self.width = _WIDTH
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # What Python still flushes at its end goes nowhere.
+        # Discards what Python still flushes at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE)
@@ -68,16 +68,16 @@ def print_json(console: RichConsole, value: object) -> None:
 def print_failure(
     error: BaseException, message: str, status: int, *, json: bool = False, told: bool = False
 ) -> None:
-    """Print an error's message on standard error, unless that was ``told``, and as a document with ``json``."""
+    """Print an error's message on standard error, unless it was ``told``, and as a document with ``json``."""
     if not told:
-        # A log's end may be in it. No name makes a line that looks like one of ours.
+        # The message may contain the end of a log. Indentation keeps its lines from looking like ours.
         print_text(Console(stderr=True), message.replace("\n", "\n  "), wrap=True)
     if json:
         print_json(Console(), {"error": failure(error, message, status)})
 
 
 def failure(error: BaseException, message: str, status: int) -> Mapping[str, object]:
-    """What documents say of an error."""
+    """The fields that documents have for an error."""
     return {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
 
 
@@ -87,10 +87,10 @@ def print_line(console: RichConsole, text: str = "") -> None:
 
 
 def print_text(console: RichConsole, text: str, *, wrap: bool = False) -> None:
-    """Print text of ours in several lines: names in it are without line breaks.
+    """Print our own text of several lines; the names in it contain no line breaks.
 
-    wrap: a terminal gets lines that break between words. No word is cut, so that a path can be copied. A pipe gets the
-    text as it is. A label such as "error:" at the start has a colour on a terminal.
+    wrap: on a terminal, break lines between words. No word is cut, so that a path can be copied. A pipe gets the
+    text unchanged. A label such as "error:" at the start has a colour on a terminal.
     """
     text = printable(text, lines=True)
     if wrap and console.is_terminal:
@@ -158,7 +158,7 @@ def _widths(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], l
 @contextmanager
 def byte_progress(console: RichConsole, title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
-    # A dumb terminal is not interactive: it cannot go back in a line.
+    # A dumb terminal is not interactive: it cannot overwrite a line.
     if console.is_interactive:
         columns = (
             TextColumn("{task.description}"),

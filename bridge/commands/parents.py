@@ -1,4 +1,4 @@
-"""Directories above a destination that do not exist: a mistyped path must not become a place.
+"""Missing directories above a destination: a mistyped path must not create directories.
 
 On a terminal the command asks. A script has nobody to ask, so the command refuses, and names `--parents`.
 """
@@ -36,10 +36,8 @@ def ask_for_parents(missing: Path, destination: str) -> None:
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         if typer.confirm(f"{missing} does not exist. Create {wanted}?", err=True):
             return
-        raise CheckpointError(
-            f"{missing} does not exist, and was not to be created: give another destination"
-        )
+        raise CheckpointError(f"{missing} does not exist and was not created: give another destination")
     raise CheckpointError(
-        f"{missing} does not exist: expected the directory that is to hold {destination}; correct the path, or let the "
+        f"{missing} does not exist: expected the directory for {destination}; correct the path, or let the "
         f"command create it (--parents){store_hint(destination)}"
     )

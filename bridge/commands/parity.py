@@ -33,16 +33,16 @@ def parity(
         Path | None, typer.Option("--out", help="Folder for the report; default: runs/parity-<time>.")
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Status 1 also where something could not be compared.")
+        bool, typer.Option("--strict", help="Exit with 1 also if something could not be compared.")
     ] = False,
     json: JsonOption = False,
     example: ExampleOption = None,
 ) -> None:
-    """Put a PyTorch model and a JAX model side by side, and say where they first part.
+    """Compare a PyTorch model and a JAX model, and find where they first diverge.
 
     Compares weights, each module's outputs, the loss, gradients, the optimizers' update and some steps of training.
-    A difference counts when rounding does not explain it. The exit status is 0 for the same, 1 for a difference and 2
-    for a mistake in the call. With --strict the status is 1, too, where parameters have no partner, outputs do not fit
+    A difference counts if rounding does not explain it. The exit status is 0 for the same, 1 for a difference and 2
+    for a mistake in the call. With --strict the status is also 1 if parameters have no partner, outputs do not fit
     each other, or there are no gradients.
 
     \b

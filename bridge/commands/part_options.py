@@ -20,10 +20,10 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True)
 class PartRequest:
-    """What is asked of a conversion in parts.
+    """A request for a conversion in parts.
 
-    part, count: of `--part`; None where all parts are run by an engine, or only committed. commit: whether the last
-    part commits; without part and engine, it is all that is done.
+    part, count: from `--part`; None if an engine runs all parts, or if the command only commits. commit: whether the
+    last part commits; without part and engine, the command only commits.
     """
 
     part: int | None
@@ -36,32 +36,32 @@ class PartRequest:
 
 @dataclass(frozen=True)
 class PartOptions:
-    """The options themselves; ``request`` says what they ask for."""
+    """The options themselves; ``request`` turns them into a request."""
 
     part: Annotated[
         str | None,
         typer.Option(
             "--part",
             metavar="K/N",
-            help="Write only part K of N, from 1, as one job of an array; the last one to finish "
-            "commits. All jobs see SRC and DST on a shared file system, and have the same options.",
+            help="Write only part K of N, counted from 1, as one job of an array; the last job to "
+            "finish commits. All jobs need SRC and DST on a shared file system, and the same options.",
         ),
     ] = None
     commit: Annotated[
         bool | None,
         typer.Option(
             "--commit/--no-commit",
-            help="Without --part: check that all parts are there, and let DST appear. With --part: "
-            "whether the last one to finish does so; default: yes.",
+            help="Without --part: check that all parts are complete, and make DST appear. With --part: "
+            "whether the last job to finish does so; default: yes.",
         ),
     ] = None
     engine: Annotated[
         Engine,
         typer.Option(
             "--engine",
-            help="threads: of this process. processes: --workers of them on this machine. ray: a "
-            "Ray cluster (RAY_ADDRESS, or that of this machine), --workers CPUs for each part. "
-            "Parts of lost workers are done again.",
+            help="threads: in this process. processes: --workers of them on this machine. ray: a "
+            "Ray cluster (RAY_ADDRESS, or one on this machine), --workers CPUs for each part. "
+            "Parts of lost workers are repeated.",
         ),
     ] = Engine.threads
     parts: Annotated[
@@ -70,8 +70,8 @@ class PartOptions:
             "--parts",
             min=1,
             metavar="N",
-            help="Parts, each with files of its own, for --engine processes and ray; default: as "
-            "many as run at once.",
+            help="Number of parts, each with its own files, for --engine processes and ray; default: "
+            "as many as run at once.",
         ),
     ] = None
     bandwidth: Annotated[
@@ -79,7 +79,7 @@ class PartOptions:
         typer.Option(
             "--bandwidth",
             metavar="GB/S",
-            help="For --dry-run --part: what storage gives one machine each way; default: 1.25, "
+            help="For --dry-run --part: storage bandwidth of one machine each way; default: 1.25, "
             "which is 10 Gbit/s.",
         ),
     ] = None
@@ -91,31 +91,31 @@ class PartOptions:
         if part is None:
             if commit is False:
                 raise typer.BadParameter(
-                    "--no-commit needs --part: a whole conversion has nothing else to do"
+                    "--no-commit needs --part: a conversion without --part always commits"
                 )
             if bandwidth is not None:
-                raise typer.BadParameter("--bandwidth needs --dry-run --part K/N, which it is for")
+                raise typer.BadParameter("--bandwidth needs --dry-run --part K/N: only this estimate uses it")
         elif engine is not Engine.threads:
             raise typer.BadParameter(
-                f"--part K/N is one part, run by whoever started it; --engine {engine} runs all parts: give one"
+                f"--part K/N runs one part in this process; --engine {engine} runs all parts: give only one of them"
             )
         if commit and engine is not Engine.threads:
             raise typer.BadParameter(
-                f"--commit is for parts run by --part; --engine {engine} commits by itself"
+                f"--commit is for parts run with --part; --engine {engine} commits without it"
             )
         if parts is not None and engine is Engine.threads:
-            raise typer.BadParameter("--parts needs --engine processes or ray; one part alone is --part K/N")
+            raise typer.BadParameter("--parts needs --engine processes or ray; for one part, use --part K/N")
         if part is None and not commit and engine is Engine.threads:
             return None
         if bandwidth is not None and not (dry_run and bandwidth > 0):
             raise typer.BadParameter(f"expected --dry-run and a bandwidth above 0 GB/s, got {bandwidth}")
         if dry_run and part is None:
             raise typer.BadParameter(
-                "--dry-run shows parts with --part K/N: expected that, or no --commit and --engine"
+                "--dry-run shows parts with --part K/N: expected --part K/N, or no --commit and --engine"
             )
         if part is None and resume:
             raise typer.BadParameter(
-                f"{'--commit' if commit else f'--engine {engine}'} goes on with what is there by itself: "
+                f"{'--commit' if commit else f'--engine {engine}'} always continues from finished work: "
                 "leave out --resume"
             )
         number, count = (None, parts) if part is None else _part(part)

@@ -48,11 +48,11 @@ def plan(
 
     With --memory, the command names the cheapest policy that fits, for each number of devices. A policy fits when its
     peak is within the memory less --reserve. The cheapest policy is the one whose devices send the fewest bytes in a
-    step. A policy does not fit where the bytes at rest are above the memory. Between these and the peak, which a device
-    may stay below, the answer is unknown. The exit status is 1 when no policy is known to fit.
+    step. A policy does not fit if its bytes at rest exceed the memory. If only the peak exceeds it, the answer is
+    unknown, because a device may stay below the peak. The exit status is 1 when no policy is known to fit.
 
     With --search, the command also finds the largest batch, the fewest devices, and for a policy that does not fit the
-    fewest changes that make it fit, as a policy file for both runtimes. The search is by planning: nothing is compiled.
+    fewest changes that make it fit, as a policy file for both runtimes. The search only plans: it compiles nothing.
 
     With --target, XLA's compiler for those GPUs or TPUs compiles the step, gradients and update, from shapes alone, for
     any JAX model. The table shows what the compiled programs hold and send, whether they fit, and an estimate of the
@@ -107,14 +107,14 @@ def _print(out: Console, comparison: Comparison) -> None:
     if len(works) > 1:
         batch = f", microbatches of {first.workload.batch}" if first.model.activations else ""
         work = f"{len(works)} workloads as in the table{batch}"
-    print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} a device and step")
+    print_line(out, f"{first.model.name}: {first.model.numel:,} parameters; {work} per device and step")
     if len({(plan.policy, plan.mesh, plan.workload) for plan in comparison.plans}) == 1:
         for plan in comparison.plans:
             print_line(out)
             print_line(
                 out,
                 f"{plan.policy} on {plan.mesh.devices} devices ({plan.mesh}), {plan.runtime}: device {plan.device} "
-                f"holds most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at rest; peak "
+                f"holds the most, {human_bytes(plan.at_rest.total)} ({plan.at_rest.total:,} B) at rest; peak "
                 f"{human_bytes(plan.peak.total)} in the {plan.peak.moment}, prefetch {plan.prefetch}",
             )
             print_table(out, *by_unit(plan), left=2)

@@ -1,4 +1,4 @@
-"""The answer of `twinshard plan`: a comparison, and a search and compiled steps where they were asked for."""
+"""The answer of `twinshard plan`: a comparison, with a search and compiled steps on request."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The plans, and what else was asked for.
+    """The plans, and the results of other requests.
 
-    findings: of a search; None where none was asked for. checks: of steps compiled for simulated devices. steps: those
-    compiled for absent machines.
+    findings: of a search; None without a search. checks: of steps compiled for simulated devices. steps: compiled
+    for absent machines.
     """
 
     comparison: Comparison
@@ -47,14 +47,14 @@ class PlanAnswer:
 
     @property
     def good(self) -> bool:
-        """Whether something fits, and what was compiled for simulated devices agrees."""
+        """Whether something fits, and the steps compiled for simulated devices agree."""
         if self.steps is not None:
             return self.steps.plan.good
         fits = self.comparison.anything_fits or any(finding.ways for finding in self.findings or ())
         return fits and all(check.agrees for check in self.checks)
 
     def document(self, model: str) -> dict[str, Any]:
-        """The answer for machines. ``model`` is named in policy files that a search makes."""
+        """The answer for machines. ``model``: its name in policy files that a search makes."""
         return {
             **document(self.comparison),
             "compiled": [check.as_dict() for check in self.checks],
@@ -70,7 +70,7 @@ def answer(
     training: TrainingOptions,
     search: SearchOptions,
 ) -> PlanAnswer:
-    """Plan, search and compile, as asked. Raises ``PlanError`` for what the options ask in vain, OSError for files."""
+    """Plan, search and compile, as asked. Raises ``PlanError`` for options that have no answer, OSError for files."""
     check_options(search, scenario.memory, target.target)
     check_target_options(target, scenario)
     memory = None if scenario.memory is None else parse_bytes(scenario.memory)
@@ -98,7 +98,7 @@ def answer(
         if frozen:
             raise PlanError(
                 "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
-                "units from forward to backward, which it does not on accelerators; use --target"
+                "units from forward to backward, but not on accelerators; use --target"
             )
         from bridge.compiling.compiled import check_compiled
 

@@ -70,7 +70,7 @@ class ScenarioOptions:
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
+            help="Memory of one device, such as 80GB or 80GiB; shows which policies fit.",
         ),
     ] = None
     reserve: Annotated[
@@ -94,7 +94,7 @@ class ScenarioOptions:
         typer.Option(
             "--units",
             metavar="PATTERN",
-            help="The model's layers where the policies say 'layers.*', such as 'blocks.*'; may be repeated.",
+            help="Names of the model's layers, such as 'blocks.*', for 'layers.*' in policies; may be repeated.",
         ),
     ] = None
     node: Annotated[
@@ -103,7 +103,7 @@ class ScenarioOptions:
             "--node",
             min=1,
             metavar="N",
-            help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
+            help="Devices of one node: the size of the inner axis of hsdp and hfsdp, by default 2.",
         ),
     ] = None
     runtime: Annotated[RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")] = (
@@ -113,8 +113,8 @@ class ScenarioOptions:
         AttentionChoice | None,
         typer.Option(
             "--attention",
-            help="Attention to count in models planned by shape; default what runs: fused in "
-            "PyTorch (Hugging Face's), plain in JAX (CausalLM's).",
+            help="Attention to count in models planned by shape; default: fused in PyTorch (as in "
+            "Hugging Face's models), plain in JAX (as in CausalLM).",
         ),
     ] = None
     compile_: Annotated[
@@ -136,7 +136,7 @@ class TargetOptions:
         typer.Option(
             "--target",
             metavar="NAME,...",
-            help="Compile the whole JAX step by XLA's own compiler for GPUs a100|h100|h200|b200:N "
+            help="Compile the whole JAX step with XLA's own compiler for GPUs a100|h100|h200|b200:N "
             "or TPUs v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
         ),
     ] = None
@@ -147,8 +147,8 @@ class TargetOptions:
         XlaChoice,
         typer.Option(
             "--xla",
-            help="For --target: XLA's own options, or also those by which its GPU scheduler moves "
-            "transfers during computation, which are off by default.",
+            help="For --target: XLA's default options, or also the options that let its GPU scheduler "
+            "overlap transfers with computation.",
         ),
     ] = XlaChoice.default
     loss: Annotated[
@@ -156,7 +156,7 @@ class TargetOptions:
         typer.Option(
             "--loss",
             metavar="PATH",
-            help="For --target and a model of your own: package.module:function of the model and a batch.",
+            help="For --target and your own model: package.module:function, called with the model and a batch.",
         ),
     ] = None
     batch_shapes: Annotated[
@@ -165,7 +165,7 @@ class TargetOptions:
             "--batch-shapes",
             metavar="FILE",
             help="For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype "
-            '= "int32" } for each array of the batch, rows of a device and microbatch first.',
+            '= "int32" } for each array of the batch; the first dimension holds the rows of a device and microbatch.',
         ),
     ] = None
     tokens: Annotated[
@@ -174,7 +174,7 @@ class TargetOptions:
             "--tokens",
             min=1,
             metavar="N",
-            help="For --batch-shapes: tokens, or examples, of a device and microbatch, for "
+            help="For --batch-shapes: tokens, or examples, per device and microbatch, for "
             "tokens/s, cost and MFU, which counts all parameters.",
         ),
     ] = None
@@ -184,7 +184,7 @@ class TargetOptions:
             "--price",
             min=0.0,
             metavar="DOLLARS",
-            help="For --target: dollars of a device-hour; adds a cost of tokens.",
+            help="For --target: dollars per device-hour; adds the cost of tokens.",
         ),
     ] = None
     efficiency: Annotated[
@@ -192,7 +192,7 @@ class TargetOptions:
         typer.Option(
             "--efficiency",
             metavar="PARTS",
-            help="For --target: parts of the peaks that a step reaches; default "
+            help="For --target: fractions of the hardware peaks that a step reaches; default "
             "products=0.75,memory=0.8,links=0.8.",
         ),
     ] = None
@@ -234,7 +234,7 @@ class TrainingOptions:
         typer.Option(
             "--offload",
             metavar="SHARE",
-            help="Share of the optimizer's state in CPU memory, such as 50%.",
+            help="Share of the optimizer state in CPU memory, such as 50%.",
         ),
     ] = None
     frozen: Annotated[

@@ -16,7 +16,7 @@ from bridge.planning.models.errors import PlanError
 
 
 def check_paths(pictures: PictureOptions) -> None:
-    """Raises ``PictureError`` or ``PlanError`` before anything is computed for a file that cannot be written."""
+    """Raises ``PictureError`` or ``PlanError``, before any computation, for a file that cannot be written."""
     chart, page = pictures.chart, pictures.page
     if chart is not None:
         check_picture_path(chart)
@@ -36,7 +36,7 @@ def write_pictures(
     compiled: CompiledSteps | None,
     findings: Sequence[Finding],
 ) -> None:
-    """Of the compiled steps where there are some, else of the comparison and what a search has found."""
+    """Draw the compiled steps, if there are any; otherwise the comparison and the findings of a search."""
     chart, page = pictures.chart, pictures.page
     # Drawing libraries take longer to import than many plans to compute.
     if chart is not None:
@@ -56,7 +56,7 @@ def write_pictures(
 
 
 def write_whole(text: str, path: Path) -> None:
-    """The file, whole or not at all. Raises ``PlanError`` for one that cannot be written."""
+    """Write the whole file or nothing. Raises ``PlanError`` if the file cannot be written."""
     working = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # a pipe or a device must not be replaced

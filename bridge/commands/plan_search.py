@@ -30,8 +30,8 @@ def check_options(options: SearchOptions, memory: str | None, target: str | None
         raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
     if searching and target is not None:
         raise PlanError(
-            "--search: expected no --target, since a search is by planning; search first, and compile the policy that "
-            "was found (--save FILE) by another command"
+            "--search: expected no --target, since a search only plans; search first, and compile the policy that was "
+            "found (--save FILE) with a second command"
         )
 
 
@@ -44,7 +44,7 @@ def searched(
 ) -> tuple[Finding, ...]:
     """Search for each policy, and ``save`` the one that fits.
 
-    Raises ``PlanError`` where there is none to save, or where several searches are asked for.
+    Raises ``PlanError`` if there is no policy to save, or if the options ask for several searches.
     """
     models = {plan.runtime: plan.model for plan in comparison.plans}
 
@@ -58,7 +58,7 @@ def searched(
 
 
 def options_to_repeat(scenario: ScenarioOptions, training: TrainingOptions) -> list[tuple[str, str]]:
-    """The options, by name, that a command for the same answer has, besides model, work and machine."""
+    """The options, by name, that a command for the same answer has in addition to model, work and machine."""
     several = {"frozen": training.frozen, "stacked": training.stacked}
     changed = {
         "optimizer": training.optimizer if training.optimizer != "adamw" else None,
@@ -79,7 +79,7 @@ def print_search(
     saved: Path | None,
     told: Sequence[tuple[str, str]],
 ) -> None:
-    """The answers, and for each policy that does not fit what does; the policy file unless it was ``saved``.
+    """Print the answers, the changes for each policy that does not fit, and the policy file unless it was ``saved``.
 
     told: see `options_to_repeat`; the command that compiles has them, too.
     """
@@ -103,12 +103,12 @@ def print_search(
 
 def _how_to_check(finding: Finding, model: str, saved: Path | None, told: Sequence[tuple[str, str]]) -> str:
     if model in SHIPPED and SHIPPED[model]().causal_lm() is None:
-        return f"the search is by planning; {model} cannot be compiled: run one step and measure"
+        return f"the search only plans; {model} cannot be compiled: run one step and measure"
     work = finding.workload
     options = "".join(f"--{name} {shlex.quote(option)} " for name, option in told)
     policy = "FILE" if saved is None else shlex.quote(str(saved))
     return (
-        f"the search is by planning; to compile the JAX step: twinshard plan {policy} --model {shlex.quote(model)} "
+        f"the search only plans; to compile the JAX step: twinshard plan {policy} --model {shlex.quote(model)} "
         f"--batch {work.batch} --length {work.length} --microbatches {work.microbatches} {options}--target "
         f"h100:{finding.devices} (or another machine)"
     )

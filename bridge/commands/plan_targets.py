@@ -1,4 +1,4 @@
-"""The part of `twinshard plan` that compiles for targets: what is compiled is told before, and shown while it takes."""
+"""The part of `twinshard plan` that compiles for targets: it announces what it compiles, and shows progress."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from bridge.planning.models.sizes import parse_counts
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """``described``: what a step is, in a line."""
+    """``described``: a step in one line."""
 
     model: str
     described: str
@@ -46,19 +46,19 @@ class CompiledSteps:
     roofline: Roofline
 
     def as_dict(self) -> dict[str, Any]:
-        """The compiled steps as JSON values, with an estimate of each one's time."""
+        """The compiled steps as JSON values, with an estimate of the time of each."""
         return self.plan.as_dict([self.roofline.estimate(row).as_dict() for row in self.plan.rows])
 
 
 def check_target_options(options: TargetOptions, scenario: ScenarioOptions) -> None:
-    """Raises ``PlanError`` for options that would be left without effect."""
+    """Raises ``PlanError`` for options that would have no effect."""
     if options.target is None and options.engine != ENGINES[0]:
         raise PlanError(
-            f"--engine: expected --target NAME,..., whose step an engine runs, got {options.engine} alone"
+            f"--engine: expected --target NAME,... with --engine, got --engine {options.engine} alone"
         )
     if options.target is not None and scenario.compile_:
         raise PlanError(
-            "--compile: expected no --target, which compiles for other machines; run the command once for each"
+            "--compile: expected no --target, which compiles for other machines; run one command for each"
         )
     if scenario.compile_ and scenario.runtime is RuntimeChoice.torch:
         raise PlanError("--compile: expected --runtime jax or none, since XLA compiles JAX, got torch")
@@ -86,7 +86,7 @@ class TargetRequest:
             if recommended or any(value is not None for value in step):
                 raise PlanError(
                     "--loss, --batch-shapes, --tokens, --price, --efficiency, --xla: expected --target NAME,..., which "
-                    "compiles such a step"
+                    "compiles the step that these options describe"
                 )
             return None
         if scenario.runtime is RuntimeChoice.torch:
@@ -115,7 +115,7 @@ class TargetRequest:
         return tuple(dict.fromkeys(target.devices for target in self.targets))
 
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
-        """What times of the compiled steps assume."""
+        """The assumptions behind the times of the compiled steps."""
         work = step.workload
         rows = work.batch * work.length if step.is_language_model else self.tokens
         tokens = None if rows is None else work.microbatches * rows
@@ -138,17 +138,17 @@ class TargetRequest:
         if len(works) > 1:
             raise PlanError(
                 f"--target: expected one --length and one --microbatches, got {len(works)} workloads; run the "
-                "command once for each"
+                "command once for each workload"
             )
         (work,) = works
         request = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
         if request.is_language_model and self.tokens is not None:
             raise PlanError(
-                f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
+                f"--tokens: expected none for {model}, since --batch and --length give its tokens, got {self.tokens}"
             )
         if not request.is_language_model and self.price is not None and self.tokens is None:
-            raise PlanError("--price: expected --tokens N with it, of a device and microbatch, got none")
-        # What cannot be compiled is told at once, not by each of many compilations.
+            raise PlanError("--price: expected --tokens N, per device and microbatch, with --price, got none")
+        # Refuses what cannot be compiled at once, rather than in each of many compilations.
         if self.loss is not None:
             request.loss_function()
         elif not is_decoder(model):
@@ -177,7 +177,7 @@ def compiled_steps(
         print_line(
             errors,
             f"{many[1]} layers of {many[0]} are compiled one by one, which takes long, for TPUs many minutes: scan "
-            f"them, with --stacked {many[0]}, where the model can",
+            f"them with --stacked {many[0]}, if the model can scan",
         )
     with _progress(errors, len(tasks)) as begin:
         rows = list(
@@ -216,7 +216,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
 
 
 def _described(model: Model, step: StepRequest) -> str:
-    """What a step is, in a line."""
+    """A step in one line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
@@ -225,13 +225,13 @@ def _described(model: Model, step: StepRequest) -> str:
     )
     frozen = sum(parameter.numel for parameter in model.parameters if not parameter.trainable)
     parts = [f"{model.numel:,} parameters" + (f", of which {frozen:,} are frozen" if frozen else "")]
-    parts += [f"{batch} a device and step"]
+    parts += [f"{batch} per device and step"]
     parts += [f"optimizer {step.optimizer}"] if step.optimizer != ADAMW else []
     return "; ".join([*parts, "bytes of one device, as XLA compiled"])
 
 
 def print_targets(out: Console, steps: CompiledSteps) -> None:
-    """The tables, and what is to say of them."""
+    """Print the tables and the remarks about them."""
     plan, roofline = steps.plan, steps.roofline
     print_line(out, f"{steps.model}: {steps.described}")
     print_line(out)

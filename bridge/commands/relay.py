@@ -30,13 +30,13 @@ def relay(
         int | None,
         typer.Option(
             "--repeats",
-            help="Run the fp32 reference so often again, with other rounding: the band the losses must stay in.",
+            help="Repeat the fp32 reference this often with other rounding: the losses must stay in its band.",
         ),
     ] = None,
     json: JsonOption = False,
     example: ExampleOption = None,
 ) -> None:
-    """Train one model in PyTorch and JAX by turns.
+    """Train one model in PyTorch and JAX in turns.
 
     The checkpoint is converted between the legs. Every step is compared with a run that never changes frameworks.
 

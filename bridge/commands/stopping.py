@@ -14,9 +14,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
-    """A signal ended the command. An exception, since one unwinds the stack, which removes a half-written destination.
+    """A signal ended the command. It is an exception, because unwinding the stack removes a half-written destination.
 
-    left: what is to say about the state that the command leaves.
+    left: the message about the state that the command leaves.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,7 +28,7 @@ class Stopped(SystemExit):
 
 
 def stop_on_signals() -> None:
-    """Let the signals raise `Stopped` in the main thread, but for those that are ignored, as nohup leaves SIGHUP."""
+    """Let the signals raise `Stopped` in the main thread, except ignored signals, such as SIGHUP under nohup."""
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -43,7 +43,7 @@ def _stop(number: int, _: object) -> None:
 
 @contextmanager
 def leaving(tell: Callable[[], str]) -> Iterator[None]:
-    """Let ``tell`` say, after the cleaning up, what a command that was stopped inside has left."""
+    """If the command is stopped inside, let ``tell`` say, after the clean-up, what is left."""
     try:
         yield
     except Stopped as stopped:

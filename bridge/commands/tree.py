@@ -13,7 +13,7 @@ from bridge.core.text import human_bytes, printable
 
 
 def print_tree(console: RichConsole, title: str, branches: Iterable[Branch], depth: int | None) -> None:
-    """Print a tree down to ``depth`` names, all without one. No name is cut; a terminal folds long lines."""
+    """Print a tree of ``depth`` levels of names; None: all levels. No name is cut; a terminal folds long lines."""
     tree = Tree(Text(printable(title)))
     widest = [len(title)]
     _add(tree, branches, depth, 1, widest)

@@ -35,11 +35,10 @@ def verify(
     which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
-    """Read a whole checkpoint and check that it still is what was written.
+    """Read a whole checkpoint and check that it has not changed since it was written.
 
-    The command checks the structure, the completeness of chunks, and the checksums: those of the manifest that convert
-    writes, if there is one, and those of the format itself. The exit status is 1 when a problem is found, 2 when the
-    checkpoint cannot be opened.
+    The command checks the structure, the completeness of chunks, and the checksums of the format and of the manifest,
+    if convert wrote one. The exit status is 1 when a problem is found, 2 when the checkpoint cannot be opened.
 
     \b
     Example:
@@ -83,10 +82,10 @@ def _print(out: Console, report: VerifyReport) -> None:
     if report.unread:
         names = first_of(report.unread, SHOWN)
         print_line(
-            out, f"{len(report.unread)} of the tensors cannot be read, so nothing is said of them: {names}"
+            out, f"{len(report.unread)} of the tensors cannot be read, so they were not checked: {names}"
         )
     if report.protected is None:
-        checked = "read; it has no manifest, and whether its format has checksums is not known"
+        checked = "read; it has no manifest, and it is unknown whether its format has checksums"
     elif report.protected == report.bytes:
         checked = "all of them protected by a checksum"
     else:

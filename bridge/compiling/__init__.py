@@ -1,1 +1,1 @@
-"""Compiles a step for devices that are not there, and reads memory and time from the compiled program."""
+"""Compiles a step for devices that do not exist here, and reads memory and time from the compiled program."""

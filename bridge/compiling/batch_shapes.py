@@ -1,11 +1,11 @@
-"""The batch of a user's own loss, as shapes from a TOML file: arrays by name, of one device and microbatch.
+"""The batch of a user's own loss, as shapes from a TOML file: arrays by name, for one device and microbatch.
 
 ::
 
     tokens = { shape = [2, 1025], dtype = "int32" }
     mask   = { shape = [2, 1024] }                      # float32
 
-The first dimension is that of rows, the same for all arrays.
+The first dimension counts rows and is the same for all arrays.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ EXAMPLE = 'tokens = { shape = [2, 1025], dtype = "int32" }'
 
 @dataclass(frozen=True)
 class BatchArray:
-    """``shape``: rows of one device and microbatch, then the rest."""
+    """``shape``: rows of one device and microbatch, then the other dimensions."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
 
 
 def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
-    """Raises ``PlanError`` that names file, array and key for anything else than the above."""
+    """Raises ``PlanError`` that names file, array and key for any other content."""
     try:
         content = load_toml(path, lambda text: PlanError(f"batch shapes {text}"))
     except OSError as error:
@@ -40,7 +40,7 @@ def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
     rows = {array.shape[0] for array in arrays.values()}
     if len(rows) != 1:
         raise PlanError(
-            f"batch shapes {path}: expected one or more arrays of the same first dimension, rows of a device and "
+            f"batch shapes {path}: expected one or more arrays with the same first dimension, rows of a device and "
             f"microbatch, got { ({name: list(array.shape) for name, array in arrays.items()}) }"
         )
     return arrays

@@ -1,7 +1,7 @@
-"""What compilers answered, kept on disk by the hash of all that the answer depends on.
+"""Answers of compilers, kept on disk by the hash of everything that an answer depends on.
 
-An entry is ``<key>.json``, and beside it the texts that its answer names. Entries are written whole or not at all, and
-one that cannot be read is as good as none.
+An entry is ``<key>.json``, and next to it the texts that its answer names. Entries are written whole or not at all, and
+an unreadable entry counts as missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Of the entries: answers of other versions have other fields, and their keys must differ.
+# Version of the entries: answers of other versions have other fields, so their keys must differ.
 VERSION = 1
 
 
@@ -26,16 +26,16 @@ def cache_folder() -> Path:
 
 
 def key_of(parts: Iterable[str]) -> str:
-    """A key for texts on which an answer depends, such as a program, a target and versions."""
+    """A key for the texts that an answer depends on, such as a program, a target and versions."""
     digest = hashlib.sha256(f"twinshard {VERSION}".encode())
     for part in parts:
-        # Digests have one length, so that ("ab", "c") and ("a", "bc") are no equal keys.
+        # Digests have one length, so that ("ab", "c") and ("a", "bc") have different keys.
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()[:32]
 
 
 def load(key: str) -> dict[str, Any] | None:
-    """The answer, with its texts still there; None where there is none that can be read."""
+    """The answer, if its texts still exist; None if there is no readable answer."""
     try:
         entry = json.loads((cache_folder() / f"{key}.json").read_text(encoding="utf-8"))
         answer = entry["answer"]
@@ -46,7 +46,7 @@ def load(key: str) -> dict[str, Any] | None:
 
 
 def save(key: str, answer: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
-    """Keep ``answer`` and the ``texts`` by name. Returns the answer with ``programs``, the paths of the texts."""
+    """Store ``answer`` and the ``texts`` by name. Returns the answer with ``programs``, the paths of the texts."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     programs = {name: folder / f"{key}.{name}.hlo" for name in texts}
@@ -65,7 +65,7 @@ def _digest(answer: dict[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    # Several commands may compile the same step at once: each writes a file of its own and renames it.
+    # Several commands may compile the same step at once: each writes its own file and renames it.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

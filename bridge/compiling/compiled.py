@@ -1,8 +1,8 @@
 """Compares the plan of a language model with the program that XLA compiles for simulated devices.
 
-XLA's figures come from its CPU compiler, which computes in float32 where the policy asks for bfloat16. For bfloat16
-the figures are therefore upper bounds, and only a float32 peak is required to agree. That compiler runs nothing during
-a transfer either, so both the plan and the program are without prefetch here, whatever the policy says.
+XLA's figures come from its CPU compiler, which computes in float32 if the policy asks for bfloat16. For bfloat16 the
+figures are therefore upper bounds, and only a float32 peak must agree. This compiler also runs no computation during a
+transfer, so here both the plan and the program are without prefetch, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from bridge.planning.models.language_models import is_language_model
 from bridge.planning.models.models import resolve_models
 
 TOLERANCE = 0.10
-"""Of the peak, relative to the compiled one: without prefetch, planned peaks were within 8 % of XLA's
+"""Tolerance of the peak, relative to the compiled one: without prefetch, planned peaks were within 8 % of XLA's
 (``bridge.planning.cost.peak``). Bytes and calls must be equal."""
 LARGEST = 512
-"""Most devices to simulate. XLA can compile for more, but takes a thread for each."""
-# A process that hangs in the compiler would keep the command waiting for ever.
+"""The most devices to simulate. XLA can compile for more, but needs a thread for each."""
+# A process that hangs in the compiler would block the command forever.
 _SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, planned and compiled. ``agrees``: None where the two are not required to agree."""
+    """One figure, planned and compiled. ``agrees``: None if the two need not agree."""
 
     what: str
     planned: int
@@ -93,12 +93,12 @@ def check_compiled(
 ) -> CompiledCheck:
     """Compile and compare.
 
-    Raises ``PlanError`` for models of the user's, for optimizer state in CPU memory, and when XLA fails.
+    Raises ``PlanError`` for users' models, for optimizer state in CPU memory, and if XLA fails.
     """
     if not is_language_model(model):
         raise PlanError(
-            f"--compile: expected decoder:CONFIG, a config.json or a built-in shape, got {model!r}; compile a model of "
-            "your own with --target"
+            f"--compile: expected decoder:CONFIG, a config.json or a built-in shape, got {model!r}; compile your own "
+            "model with --target"
         )
     if attention is Attention.fused:
         raise PlanError(
@@ -106,13 +106,13 @@ def check_compiled(
         )
     if policy.model_axes:
         raise PlanError(
-            f"--compile: expected a policy without model axes, whose transfers XLA chooses, got "
+            f"--compile: expected a policy without model axes, since XLA chooses their transfers, got "
             f"{', '.join(policy.model_axes)} in {policy.source}; compile it with --target"
         )
     if devices > LARGEST:
         raise PlanError(f"--compile: expected at most {LARGEST} devices to simulate, got {devices}")
     if optimizer.offload:
-        raise PlanError("--compile: expected no --offload: simulated devices have no memory of their own")
+        raise PlanError("--compile: expected no --offload: simulated devices have no separate memory")
     policy = replace(policy, prefetch=0)
     planned = resolve_models(model, ["jax"], stacked, attention)["jax"]
     plan = make_plan(planned, policy, devices, "jax", workload, optimizer=optimizer)
@@ -128,7 +128,7 @@ def check_compiled(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS
         )
     except subprocess.TimeoutExpired as error:
-        raise PlanError(f"--compile: expected XLA to be done within {_SECONDS} s, it was not") from error
+        raise PlanError(f"--compile: expected XLA to finish within {_SECONDS} s, it did not") from error
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise PlanError(f"--compile: compiling failed: {reason[0]}")
@@ -139,7 +139,7 @@ def _lines(plan: CostPlan, measured: dict[str, Any]) -> list[Line]:
     rest = plan.at_rest
     pairs = [
         ("main weights", rest.main_weights.allocated, measured["weights"]),
-        # A plan leaves out the optimizer's step counter.
+        # A plan does not count the optimizer's step counter.
         ("moments, step counter", rest.moments.allocated + measured["counters"], measured["moments"]),
     ]
     lines = [Line(what, planned, actual, planned == actual) for what, planned, actual in pairs]
@@ -154,7 +154,7 @@ def _lines(plan: CostPlan, measured: dict[str, Any]) -> list[Line]:
             for calls_of in (planned_calls, traced_calls)
         )
         if mine or its:
-            # All sizes and dtypes must agree, not the sum alone.
+            # All sizes and dtypes must agree, not only the sum.
             lines.append(Line(f"{kind} calls", sum(mine.values()), sum(its.values()), mine == its))
             planned, actual = (sum(key[2] * calls for key, calls in counts.items()) for counts in (mine, its))
             lines.append(Line(f"{kind} bytes", planned, actual, planned == actual))

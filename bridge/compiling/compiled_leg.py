@@ -1,8 +1,8 @@
 """Compile a step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
 
 ``python -m bridge.compiling.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
-programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as they
-are at run time.
+programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as at run
+time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
     for collective, calls in runtime.count_compiled_collectives(first).items():
-        # The CPU compiler carries bfloat16 in float32: elements are what can be compared.
+        # The CPU compiler stores bfloat16 as float32, so the numbers of elements are compared.
         kept[_KINDS.get(collective.kind, collective.kind), collective.size] += calls
 
     moments = held(jax.tree.leaves(state.opt_state))

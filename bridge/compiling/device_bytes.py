@@ -1,6 +1,6 @@
 """Bytes on one device: of abstract arrays by their shardings, and of a compiled program by XLA's own count.
 
-For the legs, which hold JAX; nothing is imported here.
+For the legs, which import JAX; this file imports nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def held(arrays: Iterable[Any]) -> int:
-    """Of arrays with a sharding, also abstract ones."""
+    """Bytes of arrays with a sharding, also abstract ones."""
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
 def allocated(program: Any) -> dict[str, int]:
-    """Of a ``jax.stages.Compiled``. ``total``: the most bytes of it that are alive while it runs."""
+    """Bytes of a ``jax.stages.Compiled``. ``total``: the most bytes of it that are alive during a run."""
     analysis = program.memory_analysis()
     parts = {
         "arguments": analysis.argument_size_in_bytes,

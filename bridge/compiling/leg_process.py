@@ -1,7 +1,7 @@
-"""A process that compiles for one platform: ``Leg`` talks to it, ``serve`` is its main function.
+"""A process that compiles for one platform: ``Leg`` talks to the process, and ``serve`` is its main function.
 
 XLA reads its environment once, and libtpu belongs to one process, so no compiler runs in the process of the command.
-A request goes in as a line of JSON on standard input, and its answer comes out as one on standard output.
+A request is one line of JSON on standard input, and its answer is one line on standard output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from bridge.compiling.machines.compilers import environment, folders
 from bridge.planning.models.errors import PlanError
 
 _LONGEST = 3000
-"""Letters of an error that are passed on."""
+"""The number of letters of an error that are passed on."""
 
 
 class LegError(RuntimeError):
-    """What the process said went wrong, or the end of what it wrote before it ended."""
+    """The error that the process reported, or the end of its output if the process ended."""
 
 
 class Leg:
-    """Starts at the first request, runs until ``close``. ``module``: what ``python -m`` runs."""
+    """Starts at the first request and runs until ``close``. ``module``: the argument of ``python -m``."""
 
     def __init__(self, module: str, platform: str) -> None:
         self.module, self.platform = module, platform
@@ -47,7 +47,7 @@ class Leg:
         return self._process is not None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises ``LegError`` where there is no answer."""
+        """Raises ``LegError`` if there is no answer."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -69,13 +69,13 @@ class Leg:
         return answer
 
     def close(self) -> None:
-        """End the process, also one that still compiles."""
+        """End the process, even during a compilation."""
         self.restart()
         self._errors.close()
         self._texts.cleanup()
 
     def restart(self) -> None:
-        """The next request has a new process."""
+        """The next request starts a new process."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -97,7 +97,7 @@ class Leg:
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answer the requests on standard input, one after the other."""
-    # Compilers write to standard output as well: answers get a descriptor of their own.
+    # Compilers also write to standard output, so answers get a separate descriptor.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:

@@ -3,10 +3,10 @@
 ::
 
     heading     model, workload
-    answer      what fits and is cheapest, in words
+    answer      which policy fits and is the cheapest, in words
     pictures    bytes at the peak; a step's timeline, for each target
     tables      those of the command
-    notes       what the numbers are, and are not
+    notes       what the numbers mean and what they leave out
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Answer:
-    """``good``: whether something fits; None where nothing was asked."""
+    """``good``: whether something fits; None if the question was not asked."""
 
     text: str
     good: bool | None = None
@@ -54,9 +54,9 @@ class Block:
 
 
 def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) -> str:
-    """The page of policies that are planned without compiling.
+    """The page of policies that are planned without compilation.
 
-    ``findings``: of a search among changes of them.
+    ``findings``: of a search among changes of the policies.
     """
     first = comparison.plans[0]
     caption = "bytes at the peak of a step, and bytes that a device sends"
@@ -70,7 +70,7 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     return render(
         "plan.html",
         title=f"Plan: {first.model.name}",
-        lead=f"{first.model.numel:,} parameters; {_workloads(comparison)} a device and step. "
+        lead=f"{first.model.numel:,} parameters; {_workloads(comparison)} per device and step. "
         "Planned from shapes alone.",
         answers=list(_comparison_answers(comparison)),
         sections=[
@@ -83,7 +83,7 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
 
 
 def targets_page(name: str, lead: str, plan: TargetPlan, roofline: Roofline) -> str:
-    """The page of steps that were compiled for targets. ``lead``: what a step is, in a line."""
+    """The page of steps that were compiled for targets. ``lead``: a step in one line."""
     estimates = [roofline.estimate(row) for row in plan.rows]
     timed = [estimate for estimate in estimates if estimate.time and estimate.time.total]
     memory = inline_svg(
@@ -157,7 +157,7 @@ def _time_in_words(row: TargetRow, estimates: Sequence[Estimate]) -> str:
         return ""
     time, rate = estimate.time, estimate.rate
     words = (
-        f", about {1e3 * time.total:,.3g} ms a step, {time.exposed / time.total:.0%} of them waiting "
+        f", about {1e3 * time.total:,.3g} ms per step, {time.exposed / time.total:.0%} of this waiting "
         "for transfers"
     )
     return words if rate is None else f"{words}, {rate.tokens_per_second:,.0f} tokens/s on all devices"

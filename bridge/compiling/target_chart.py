@@ -1,4 +1,4 @@
-"""Steps that were compiled for targets, as pictures: what a device holds at the peak, and how a step passes.
+"""Steps that were compiled for targets, as pictures: the memory of a device at the peak, and the timeline of a step.
 
 ::
 
@@ -36,16 +36,16 @@ TIME_COLOURS = {
     "all_to_all": YELLOW,
     "ppermute": GREY,
 }
-# Not by colour alone.
+# So that colour is not the only difference.
 _HATCHES = {"moments": "///", "gradients": "...", "memory": "///", "waiting": "xxx", "reduce_scatter": "..."}
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
-"""Columns of a picture. Where a lane has more spans, each column shows one of them."""
-# Of a step, at least, in the enlarged part: where the longest wait is short, its surroundings show.
+"""Columns of a picture. If a lane has more spans, each column shows one of them."""
+# The least share of a step in the enlarged part: if the longest wait is short, its surroundings show, too.
 _ZOOM = 0.05
 _WIDTH = 11.0
 _LETTERS = 110
-"""In a line as wide as a picture."""
+"""The letters in a line as wide as the picture."""
 _LANES = (DEVICE, LINKS)
 _ANSWERS = {True: "fits", False: "does not fit", None: "not compiled"}
 
@@ -87,7 +87,7 @@ def memory_figure(plan: TargetPlan) -> Figure:
     axis.set_yticks(range(len(rows)), [textwrap.fill(label(row), _LETTERS // 3) for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
     most = max(max(row.memory, row.peak or 0) for row in rows)
-    # What is said of a row stands to the right of the largest bar.
+    # The text of a row is to the right of the largest bar.
     axis.set_xlim(0, 1.45 * most)
     axis.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
     axis.set_title("bytes of one device at the peak of a step", loc="left")
@@ -102,20 +102,20 @@ def memory_figure(plan: TargetPlan) -> Figure:
 
 
 def peak_by_kind(row: TargetRow) -> dict[str, int]:
-    """Bytes at the peak: what lies in arrays of the step, and the rest (activations, gathered weights, buffers)."""
+    """Bytes at the peak: arrays of the step, and the rest (activations, gathered weights, buffers)."""
     if row.peak is None:
         return {}
     held = {kind: row.held.get(kind, 0) for kind in ("weights", "moments", "gradients")}
     left = row.peak - sum(held.values())
     if left < 0:
-        # A peak at which the gradients are not all there yet.
+        # At this peak, not all gradients exist yet.
         held["gradients"] = max(0, held["gradients"] + left)
         left = 0
     return {**held, "rest of the peak": left}
 
 
 def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
-    """A step from ``Roofline.timeline``, and below it the part around its longest wait, or its middle, enlarged.
+    """A step from ``Roofline.timeline``, and below it, enlarged, the part around its longest wait, or its middle.
 
     Raises ``ValueError`` for an estimate without a time.
     """
@@ -141,7 +141,7 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     part.set_xlabel("milliseconds since the start of the step")
     rate = "" if estimate.rate is None else f", MFU {estimate.rate.mfu:.0%}"
     whole.set_title(
-        f"{textwrap.fill(label(estimate.row), _LETTERS)}\n{_ms(time.total)} ms a step{rate}; "
+        f"{textwrap.fill(label(estimate.row), _LETTERS)}\n{_ms(time.total)} ms per step{rate}; "
         f"{_ms(time.communication)} ms of transfers, {_ms(time.exposed)} ms of them waited for",
         loc="left",
         fontsize="medium",
@@ -191,9 +191,9 @@ def _lanes(axis: Axes, spans: Sequence[Span], start: float, stop: float) -> None
 
 
 def visible(spans: Sequence[Span], start: float, stop: float) -> list[Span]:
-    """The spans of one lane; where they are too many to see, columns of the picture with one kind each, or none.
+    """The spans of one lane; if they are too many to see, columns of the picture with one kind each, or none.
 
-    Columns get the kind that is most behind its share so far, so that each kind fills as much as in ``spans``.
+    A column gets the kind that is most behind its share so far, so that each kind covers as much as in ``spans``.
     """
     if len(spans) <= _COLUMNS:
         return list(spans)

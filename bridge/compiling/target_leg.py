@@ -1,11 +1,11 @@
 """The process that compiles a step for a target: ``python -m bridge.compiling.target_leg``, see ``leg_process.py``.
 
-A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
-alive during a program, such as the moments while gradients are computed, counts in its peak. What lies in the host's
-memory is counted apart::
+A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. Arrays
+that are alive during a program, such as the moments while gradients are computed, count in its peak. Arrays in the
+host's memory are counted separately::
 
-    gradients   weights, batch -> gradients    + temporary    besides them: moments
-    update      weights, moments, gradients -> the same arrays, donated, + temporary    besides them: the batch
+    gradients   weights, batch -> gradients    + temporary    also alive: moments
+    update      weights, moments, gradients -> the same arrays, donated, + temporary    also alive: the batch
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     texts = [program.as_text() for program in lowered]
     key = key_of([str(target), str(options), str(sorted(used.items())), *texts])
     kept = load(key)
-    # What nobody could read may be readable now.
+    # Texts that were unreadable before may be readable now.
     if kept is not None and "unread" not in kept:
         return {**kept, "warnings": told, "cached": True}
     host = _bytes((state.weights, state.opt_state), on_host=True)
@@ -94,7 +94,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             collective for name in PROGRAMS for collective in _collectives(name, hlo[name])
         ]
     except (framework("jax.errors").JaxRuntimeError, ValueError) as error:
-        # Nobody may read what a newer compiler wrote, and loops of unknown length cannot be counted.
+        # A newer compiler's text may be unreadable, and loops of unknown length cannot be counted.
         answer["unread"] = " ".join(str(error).split())[:300]
     return {**save(key, answer, hlo), "warnings": told, "cached": False}
 
@@ -105,8 +105,8 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
     step = StepRequest.from_json(request["step"])
     if step.optimizer.offload and target.platform == "gpu":
         raise PlanError(
-            f"target {target.name}: --offload: expected a TPU, since JAX gives GPUs that are not there no memory of "
-            "the host (Device.addressable_memories() is empty)"
+            f"target {target.name}: --offload: expected a TPU, since JAX gives absent GPUs no host memory "
+            "(Device.addressable_memories() is empty)"
         )
     policy = runtime.ShardingPolicy.parse(request["policy"], request["source"])
     sizes = policy.mesh_sizes(target.devices)
@@ -130,19 +130,19 @@ def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any
 
 @functools.lru_cache(1)
 def _model(step: str) -> Any:
-    """Of the rows of a table, which have one model: making many layers takes longer than lowering a scanned step."""
+    """Cached for the rows of a table, which share it: making many layers takes longer than lowering a scanned step."""
     return StepRequest.from_json(json.loads(step)).abstract_model()
 
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
-    """Bytes on one device. ``beside``: alive, but not given to the program. ``peak``: alive while the program runs."""
+    """Bytes on one device. ``beside``: alive, but no argument of the program. ``peak``: alive during the program."""
     allocated = device_bytes.allocated(program)
     arguments = {
         "gradients": ("weights", "batch", "variables"),
         "update": ("weights", "moments", "gradients"),
     }[name]
     alive = sum(size for kind, size in held.items() if name == "update" or kind != "gradients")
-    # Frozen weights may be left out of a program's arguments, and are alive all the same.
+    # Frozen weights may be missing from a program's arguments, but are alive all the same.
     left_out = max(0, sum(held[kind] for kind in arguments) - allocated["arguments"])
     beside = alive - sum(held[kind] for kind in arguments) + left_out
     own = allocated.pop("total")
@@ -166,15 +166,15 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
 
 
 def _bytes(tree: Any, on_host: bool = False) -> int:
-    """On one device, or of its part in the host's memory."""
+    """Bytes on one device, or of its part in the host's memory."""
     leaves = framework("jax").tree.leaves(tree)
     return device_bytes.held(leaf for leaf in leaves if (leaf.sharding.memory_kind == _HOST) == on_host)
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:
-    """At least how many bytes a step needs on a device, where a compiler refused it for them; None for other errors.
+    """A lower bound of a step's bytes on a device, if a compiler refused it for memory; None for other errors.
 
-    XLA:TPU tells either all bytes of the program, or those of its temporary arrays.
+    XLA:TPU reports either all bytes of the program, or the bytes of its temporary arrays.
     """
     beside = held["moments"] if program == "gradients" else 0
     if used := re.search(rf"Used {_AMOUNT} of \S+ hbm", message):

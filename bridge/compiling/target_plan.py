@@ -1,7 +1,7 @@
-"""What the compilers of targets say of a model under policies: memory, collectives, and what is the cheapest that fits.
+"""The answers of targets' compilers for a model under policies: memory, collectives, and the cheapest policy that fits.
 
-One row is one policy on one target with one engine. The cheapest of a target is the one that fits and whose arrays
-sent in a step have the fewest bytes; an all-reduce sends what it reduces twice.
+One row is one policy on one target with one engine. The cheapest row of a target is the one that fits and whose sent
+arrays in a step have the fewest bytes; an all-reduce sends its array twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge.core.sharding import PolicyError, ShardingPolicy
 from bridge.planning.models.errors import PlanError
 
 RESERVE = 0.10
-"""The default share of a device's memory that is kept for what no compiler counts: fragments, buffers of libraries."""
+"""The default share of a device's memory for what no compiler counts: fragmentation, buffers of libraries."""
 LEG = "bridge.compiling.target_leg"
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "psum")
 Say = Callable[[str], None]
@@ -43,9 +43,9 @@ class Task:
 
 @dataclass(frozen=True)
 class TargetRow:
-    """``memory``: bytes of a device that a step may not exceed, the reserve included. ``found``: the leg's answer.
+    """``memory``: bytes of a device that a step may not exceed, including the reserve. ``found``: the leg's answer.
 
-    ``failed``: why there is no answer. ``reserve``: the share of the memory that a step that fits leaves.
+    ``failed``: why there is no answer. ``reserve``: the share of the memory that a fitting step leaves free.
     """
 
     task: Task
@@ -61,12 +61,12 @@ class TargetRow:
 
     @property
     def host(self) -> int:
-        """Bytes of a device's part of the state that lie in the host's memory."""
+        """Bytes of a device's part of the state in the host's memory."""
         return int((self.found or {}).get("host", 0))
 
     @property
     def peak(self) -> int | None:
-        """The most bytes alive on a device in the step; a lower bound where the compiler ran out of memory."""
+        """The most bytes alive on a device in the step; a lower bound if the compiler ran out of memory."""
         if not self.found:
             return None
         if self.exhausted:
@@ -80,20 +80,20 @@ class TargetRow:
 
     @property
     def temporary(self) -> int | None:
-        """Bytes that the program with the highest peak needs besides its arguments and results."""
+        """Bytes that the program with the highest peak needs in addition to its arguments and results."""
         if not self.found or self.exhausted:
             return None
         return int(max(self.found["memory"].values(), key=lambda program: program["peak"])["temporary"])
 
     @property
     def fits(self) -> bool | None:
-        """With the reserve; None where the compiler gave no answer."""
+        """Whether the step fits with the reserve; None if the compiler gave no answer."""
         if self.peak is None:
             return None
         return not self.exhausted and self.peak <= self.memory * (1 - self.reserve)
 
     def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
-        """Number in a step, bytes of their full arrays, and the share of bytes during a matrix product."""
+        """Number per step, bytes of their full arrays, and the share of bytes during a matrix product."""
         chosen = set(kinds)
         known = [
             collective
@@ -106,12 +106,12 @@ class TargetRow:
 
     @property
     def unread(self) -> str | None:
-        """Why the collectives of the programs are not known."""
+        """Why the collectives of the programs are unknown."""
         return (self.found or {}).get("unread")
 
     @property
     def sent(self) -> int | None:
-        """Bytes of the arrays of a step's collectives; an all-reduce counts twice. None where they are not known."""
+        """Bytes of the arrays of a step's collectives; an all-reduce counts twice. None if they are unknown."""
         listed = (self.found or {}).get("collectives")
         if listed is None:
             return None
@@ -146,7 +146,7 @@ class TargetPlan:
 
     @property
     def reserve(self) -> float:
-        """Of all rows."""
+        """The reserve of all rows."""
         return self.rows[0].reserve
 
     @property
@@ -155,13 +155,13 @@ class TargetPlan:
         return any(row.fits for row in self.rows) and not any(row.failed for row in self.rows)
 
     def cheapest(self) -> Iterator[tuple[Target, TargetRow | None]]:
-        """For each target the cheapest row that fits."""
+        """The cheapest row that fits, for each target."""
         for target in dict.fromkeys(row.task.target for row in self.rows):
             fit = [row for row in self.rows if row.task.target == target and row.fits]
             yield target, min(fit, key=_cost, default=None)
 
     def as_dict(self, times: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-        """As JSON values. ``times``: what is estimated of each row."""
+        """As JSON values. ``times``: the estimate for each row."""
         cheapest = [
             {
                 "target": target.name,
@@ -180,7 +180,7 @@ class TargetPlan:
 
 
 def _cost(row: TargetRow) -> tuple[bool, int, int]:
-    """What is not known is not called cheap."""
+    """The sort key of a row's cost; a row of unknown cost does not count as cheap."""
     return row.sent is None, row.sent or 0, row.peak or 0
 
 
@@ -190,9 +190,9 @@ def tasks_of(
     engines: Sequence[str],
     recommended: bool = False,
 ) -> tuple[list[Task], list[str]]:
-    """What to compile, and why policies are left out on targets.
+    """The tasks to compile, and the reasons why policies are left out on targets.
 
-    Raises ``PlanError`` where nothing is left, or a compiler is not installed.
+    Raises ``PlanError`` if no task is left, or a compiler is not installed.
     """
     for platform in dict.fromkeys(target.platform for target in targets):
         if reason := why_not(platform):
@@ -222,10 +222,10 @@ def plan_targets(
     reserve: float = RESERVE,
     say: Say = print,
 ) -> TargetPlan:
-    """Compile a step under every policy, for every target, by every engine.
+    """Compile a step under every policy, for every target, with every engine.
 
-    memory: bytes of a device, None: the target's. reserve: the share of it that a step that fits leaves. say: gets what
-    people should know while they wait. Raises ``PlanError`` where nothing can be compiled.
+    memory: bytes of a device, None: the target's. reserve: the share of it that a fitting step leaves free. say: gets
+    messages for people who wait. Raises ``PlanError`` if nothing can be compiled.
     """
     tasks, refused = tasks_of(policies, targets, engines, recommended)
     rows = list(compile_tasks(step, tasks, (memory, reserve), lambda task: say(f"compiling {task}"), say))
@@ -233,7 +233,7 @@ def plan_targets(
 
 
 def in_order(rows: Sequence[TargetRow], tasks: Sequence[Task], refused: Sequence[str]) -> TargetPlan:
-    """Rows in the order of the tasks, whenever each was compiled."""
+    """Rows in the order of the tasks, whatever the order of compilation."""
     places = {str(task): position for position, task in enumerate(tasks)}
     return TargetPlan(tuple(sorted(rows, key=lambda row: places[str(row.task)])), tuple(refused))
 
@@ -245,12 +245,12 @@ def compile_tasks(
     begin: Callable[[Task], None],
     say: Say,
 ) -> Iterator[TargetRow]:
-    """Rows in the order of ``tasks``, each when it is compiled; one process a platform compiles at a time.
+    """Rows in the order of ``tasks``, each as soon as it is compiled; one process per platform compiles at a time.
 
     limit: bytes of a device, None: the target's; and the share of them in reserve. begin: called before a task. say:
-    gets what people should know.
+    gets messages for people.
     """
-    # Where several processes wait for the lock, it is waited for more than once.
+    # If several processes wait for the lock, the wait may happen more than once.
     say = functools.cache(say)
     for platform in dict.fromkeys(task.target.platform for task in tasks):
         with Leg(LEG, platform) as leg:
@@ -280,7 +280,7 @@ def _compiled(
 
 
 def _asked(leg: Leg, request: dict[str, Any], say: Say) -> dict[str, Any]:
-    """The answer, also where another process holds the lock of the compiler for a while."""
+    """The answer, even if another process holds the lock of the compiler for a while."""
     end = time.monotonic() + SECONDS
     held = False
     while True:
@@ -289,7 +289,7 @@ def _asked(leg: Leg, request: dict[str, Any], say: Say) -> dict[str, Any]:
         try:
             return leg.ask(request)
         except LegError as error:
-            # Another process may have taken the lock since.
+            # Another process may have taken the lock in the meantime.
             if "lockfile" not in str(error) or time.monotonic() >= end:
                 raise
             held = True

@@ -1,4 +1,4 @@
-"""What the compilers of targets said, as rows of text."""
+"""The answers of targets' compilers, as rows of text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ HEADINGS = (
     *("weights", "moments", "gradients", "temporary", "compile s"),
 )
 LEFT = 4
-"""Columns of words, which stand on the left."""
+"""The number of columns with words, which are aligned left."""
 MANY_LAYERS = 8
-"""Layers in a row that are not scanned, above which ``--stacked`` is recommended."""
+"""The number of unscanned layers in a row above which ``--stacked`` is recommended."""
 FEW = 0.1
-"""The share of gathered bytes during products, below which a schedule is told of."""
+"""The share of gathered bytes during products below which a note about the schedule appears."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
 def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each policy, target and engine; a column for CPU memory where something lies there."""
+    """Headings, and a row for each policy, target and engine; with a column for CPU memory if it is used."""
     rows = [_row(row) for row in plan.rows]
     if not any(row.host for row in plan.rows):
         return HEADINGS, rows
@@ -60,9 +60,9 @@ def _transfers(row: TargetRow, kinds: tuple[str, ...], known: bool) -> tuple[str
 
 
 def notes(plan: TargetPlan) -> Iterator[str]:
-    """Lines under the table: what was refused, warned of or failed, and the cheapest that fits."""
+    """Lines under the table: refusals, warnings and failures, and the cheapest row that fits."""
     yield from (f"left out: {reason}" for reason in plan.refused)
-    # What several rows have in common is said once.
+    # Notes that several rows share are printed once.
     said: dict[str, list[str]] = {}
     for row in plan.rows:
         for text in _of_row(row):
@@ -87,10 +87,10 @@ def _of_row(row: TargetRow) -> Iterator[str]:
     if row.exhausted:
         yield "the compiler refused the program because it does not fit the device"
     if row.unread:
-        yield f"its collectives are not known, the compiled text cannot be read: {row.unread}"
+        yield f"its collectives are unknown, because the compiled text cannot be read: {row.unread}"
     if row.task.target.platform == "gpu" and not row.task.recommended and _runs_alone(row):
         yield (
-            "XLA runs transfers during nothing on this card unless its scheduler is told to: "
+            "XLA overlaps no transfers with computation on this card unless its scheduler is told to: "
             f"XLA_FLAGS={' '.join(f'--{name}={str(value).lower()}' for name, value in RECOMMENDED.items())!r}; "
             "--xla recommended compiles with these"
         )
@@ -102,7 +102,7 @@ def _runs_alone(row: TargetRow) -> bool:
 
 
 def unrolled_layers(model: Model) -> tuple[str, int] | None:
-    """The module with the most layers that are not scanned, and their number, where they are many."""
+    """The module with the most layers that are not scanned, and their number, if there are many."""
     numbers: dict[str, set[str]] = {}
     for path in model.modules:
         layer = re.fullmatch(r"(.*?)[._](\d+)", path)

@@ -1,4 +1,4 @@
-"""A step to compile for a target: model, loss and batch, from what the command was told, as shapes alone."""
+"""A step to compile for a target: model, loss and batch from the command's options, as shapes alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bridge.planning.models.runtimes import framework, part
 
 @dataclass(frozen=True)
 class StepRequest:
-    """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes, of a model of the user's.
+    """``model``, ``stacked``, ``loss``, ``frozen`` as on the command line. ``batch``: shapes, for a user's model.
 
-    Raises ``PlanError`` for a model of the user's without loss or batch, and for an optimizer that JAX cannot run.
+    Raises ``PlanError`` for a user's model without loss or batch, and for an optimizer that JAX cannot run.
     """
 
     model: str
@@ -36,19 +36,19 @@ class StepRequest:
         if self.is_language_model:
             if self.loss is not None or self.batch:
                 raise PlanError(
-                    "--loss, --batch-shapes: expected none for a language model of jax_impl, whose loss is that of the "
-                    "next token over --batch sequences of --length tokens"
+                    "--loss, --batch-shapes: expected none for a language model of jax_impl, whose loss is the "
+                    "next-token loss over --batch sequences of --length tokens"
                 )
         elif self.loss is None or not self.batch:
             raise PlanError(
                 f"model {self.model}: expected --loss package.module:function, which takes the model and a batch "
                 "(arrays by name) and returns a mean over rows or (sum, weight), and --batch-shapes FILE, whose TOML "
-                f"lines say {EXAMPLE}, rows of a device and microbatch first"
+                f"lines are like {EXAMPLE}, rows of a device and microbatch first"
             )
 
     @property
     def is_language_model(self) -> bool:
-        """Whether the loss is that of the next token, over sequences of the workload's length."""
+        """Whether the loss is the next-token loss, over sequences of the workload's length."""
         return is_language_model(self.model)
 
     def to_json(self) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class StepRequest:
 
     @property
     def frozen_paths(self) -> list[str]:
-        """Patterns as ``frozen=`` of ``jax_impl`` takes them."""
+        """Patterns in the form that ``frozen=`` of ``jax_impl`` takes."""
         return [pattern.replace(".", "/") for pattern in self.frozen]
 
     def abstract_model(self) -> Any:
-        """The nnx module, or the one that stands for a pytree."""
+        """The nnx module, or the module that represents a pytree."""
         if self.is_language_model:
             return abstract_model(self.model, bool(self.stacked))
         return Factory.named(self.model).jax_module()
@@ -92,7 +92,7 @@ class StepRequest:
         return loss
 
     def global_batch(self, plan: Any) -> Any:
-        """Arrays of all data ranks and microbatches."""
+        """Arrays for all data ranks and microbatches."""
         jax = framework("jax")
         parts = plan.data_ranks * self.workload.microbatches
         arrays = self.batch or {

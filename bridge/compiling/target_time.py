@@ -1,8 +1,8 @@
 """An estimate of the time of a step that was compiled for a target, from the compiled programs of a row.
 
-A step runs its programs one after the other, so their times add up. Model operations are 6 for each parameter and token
-(arXiv 2001.08361), so MFU, the share of the peak that they reach, needs the number of tokens: it is known of the
-language models of ``jax_impl``, and told by ``--tokens``. Of a user's mixture of experts all elements count.
+A step runs its programs one after the other, so their times add up. Model operations are 6 per parameter and token
+(arXiv 2001.08361). So MFU, the share of the peak that they reach, needs the number of tokens: the language models of
+``jax_impl`` give it, other models need ``--tokens``. In a user's mixture of experts, all elements count.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ HEADINGS = (
     "HFU",
 )
 LEFT = 3
-"""Columns of words, which stand on the left."""
+"""The number of columns with words, which are aligned left."""
 PRICE = "$/M tokens"
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What an estimate assumes. ``price``: dollars of a device-hour. ``tokens``: of one data rank and step.
+    """The assumptions of an estimate. ``price``: dollars per device-hour. ``tokens``: of one data rank and step.
 
-    ``parameters``: elements of the model that a token uses: of a mixture those of its experts only. ``given``: the
-    dtype in which most of them were given, in which a policy may leave them.
+    ``parameters``: elements of the model that a token uses: in a mixture only those of the token's experts. ``given``:
+    the original dtype of most of them, in which a policy may leave them.
     """
 
     parameters: int
@@ -61,7 +61,7 @@ class Roofline:
     given: str = "float32"
 
     def estimate(self, row: TargetRow) -> Estimate:
-        """Never raises for what a compiler wrote: an estimate that cannot be made says why."""
+        """Never raises because of a compiler's text: an estimate that cannot be made says why."""
         if row.found is None or row.exhausted:
             return Estimate(row, why="nothing was compiled")
         if row.unread:
@@ -72,7 +72,7 @@ class Roofline:
         except ValueError as error:
             return Estimate(row, why=str(error))
         whole = _sum(parts)
-        # A program without operations takes no time, and has no rate.
+        # A program without operations takes no time and has no rate.
         if not self.tokens or not whole.total:
             return Estimate(row, whole)
         dtype = row.task.policy.precision.compute_dtype or self.given
@@ -87,7 +87,7 @@ class Roofline:
         return Estimate(row, whole, rate)
 
     def timeline(self, row: TargetRow) -> tuple[Span, ...]:
-        """The spans of a step, its programs one after the other; none where ``estimate`` has no time."""
+        """The spans of a step, its programs one after the other; none if ``estimate`` has no time."""
         if self.estimate(row).time is None:
             return ()
         machine, placed, end = machine_named(row.task.target.name), list[Span](), 0.0
@@ -99,14 +99,14 @@ class Roofline:
 
 
 def _programs(row: TargetRow) -> Iterator[Program]:
-    """Those of a step, in the order in which they run. Raises ``ValueError`` as ``read_program``."""
+    """The programs of a step, in the order in which they run. Raises ``ValueError`` as ``read_program``."""
     for path in (row.found or {}).get("programs", {}).values():
         yield read_program(Path(path).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """``why``: the reason where there is no time. ``rate``: None where the number of tokens is not known."""
+    """``why``: the reason if there is no time. ``rate``: None if the number of tokens is unknown."""
 
     row: TargetRow
     time: StepTime | None = None
@@ -145,7 +145,7 @@ def table(estimates: Sequence[Estimate], priced: bool) -> tuple[Row, list[Row]]:
 
 
 def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
-    """What the estimate is."""
+    """The meaning and the assumptions of the estimates."""
     yield from (
         f"{estimate.row.task}: no time: {estimate.why}"
         for estimate in estimates
@@ -161,14 +161,14 @@ def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
             )
     used = roofline.efficiency
     yield (
-        f"times are estimates from the compiled programs, no measurements: {used.products:.0%} of the peak of "
-        f"products, {used.memory:.0%} of the memory's rate, {used.links:.0%} of the links'; of transfers, what is "
-        "exposed counts"
+        f"times are estimates from the compiled programs, not measurements: {used.products:.0%} of the peak of "
+        f"products, {used.memory:.0%} of the memory's rate, {used.links:.0%} of the links' rate; only exposed "
+        "transfers count"
     )
 
 
 def wide_share(time: StepTime) -> float:
-    """The share of products' operations whose factors are float32."""
+    """The share of products' operations with float32 factors."""
     total = sum(time.flops.values())
     return (
         sum(count for dtype, count in time.flops.items() if dtype.startswith("f32")) / total if total else 0.0
@@ -176,7 +176,7 @@ def wide_share(time: StepTime) -> float:
 
 
 def parse_efficiency(text: str) -> Efficiency:
-    """``"products=0.6,links=0.9"``; what is not named keeps its default. Raises ``PlanError`` otherwise."""
+    """``"products=0.6,links=0.9"``; other parts keep their defaults. Raises ``PlanError`` otherwise."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")

@@ -1,1 +1,1 @@
-"""The lowest floor, on which everything else stands: layouts, policies, checkpoint formats, mappings."""
+"""The lowest floor, which everything else uses: layouts, policies, checkpoint formats, mappings."""

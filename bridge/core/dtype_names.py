@@ -1,6 +1,6 @@
 """The dtypes of weights and checkpoints: their names, which PyTorch, NumPy and ml_dtypes share, and their bytes.
 
-Besides, the names that people and XLA have for these dtypes: ``bf16``, ``half``, ``torch.bfloat16``, ``F8_E4M3``.
+Also the names that people and XLA use for these dtypes: ``bf16``, ``half``, ``torch.bfloat16``, ``F8_E4M3``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BYTES: Final[Mapping[str, int]] = MappingProxyType(
         **{"bool": 1, "complex64": 8, "complex128": 16},
     }
 )
-"""Dtypes that models compute with, and the bytes of an element."""
+"""Dtypes that models compute with, and the bytes per element."""
 FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""The float8 of PyTorch and JAX both."""
+"""The float8 dtypes that both PyTorch and JAX have."""
 NARROW_INTEGERS: Final = ("int4", "int2")
 ONLY_JAX: Final = (*NARROW_INTEGERS, "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
-"""Dtypes that only JAX has; in memory an element is a byte."""
+"""Dtypes that only JAX has; in memory each element takes one byte."""
 
 _SHORT = {
     "double": "float64",
-    # As PyTorch means it; NumPy and Python mean float64.
+    # "float" as PyTorch means it; NumPy and Python mean float64.
     "float": "float32",
     "single": "float32",
     "half": "float16",
@@ -43,7 +43,7 @@ _SHORT = {
     "c128": "complex128",
     "cfloat": "complex64",
     "cdouble": "complex128",
-    # Both PyTorch's and safetensors' float8 of 4 and 3 bits is the finite one.
+    # In both PyTorch and safetensors, the float8 with 4 exponent and 3 mantissa bits is the finite variant.
     "float8_e4m3": "float8_e4m3fn",
     "float8_e8m0": "float8_e8m0fnu",
     "float4_e2m1": "float4_e2m1fn",
@@ -59,10 +59,10 @@ _MODULES = ("torch.", "jnp.", "jax.numpy.", "np.", "numpy.", "ml_dtypes.", "dtyp
 
 
 def full_name(text: str, known: Container[str] = ()) -> str:
-    """The name that PyTorch and NumPy use for the dtype that ``text`` means; ``text`` itself where none is known.
+    """The name that PyTorch and NumPy use for the dtype that ``text`` means; ``text`` itself if no such dtype is known.
 
-    Names in ``known`` stay as they are. Neither case nor a module before the name matters. ``fp8`` alone stands for
-    none, since there are several.
+    Names in ``known`` are returned unchanged. Case and a module prefix do not matter. ``fp8`` alone means no dtype,
+    since there are several.
     """
     if text in known:
         return text
@@ -86,7 +86,7 @@ def full_name(text: str, known: Container[str] = ()) -> str:
 
 
 def hint(text: str, known: Iterable[str]) -> str:
-    """A sentence's end with the names of ``known`` that are nearest to ``text``; empty where none is near."""
+    """The end of a sentence, with the names in ``known`` that are nearest to ``text``; empty if no name is near."""
     name = full_name(text)
     if name in ("fp8", "f8", "float8"):
         near = [suggestion for suggestion in known if suggestion in ("float8_e4m3fn", "float8_e5m2")]

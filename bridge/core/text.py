@@ -23,9 +23,9 @@ def human_bytes(count: int) -> str:
 
 
 def plain_json(value: object) -> Any:
-    """``value`` in terms of JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
+    """``value`` as JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
 
-    Bytes are an object with the one key "$bytes", in base 64.
+    Bytes become an object with the one key "$bytes", in base 64.
     """
     import numpy as np
 
@@ -47,7 +47,7 @@ def plain_json(value: object) -> Any:
 def first_of(names: Collection[object], most: int = 5, total: int | None = None) -> str:
     """The first ``most`` names and how many more there are: "a, b and 7 more"; empty for no names.
 
-    total: how many there are in all, where ``names`` has only the first of them.
+    total: the total number, if ``names`` has only the first names.
     """
     shown = [str(name) for name in islice(names, most)]
     more = (len(names) if total is None else total) - len(shown)
@@ -73,17 +73,17 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Co
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """The end of an error about ``text``: the names of ``known`` that are near to it; empty where none is."""
+    """The end of an error about ``text``: similar names in ``known``; empty if there are none."""
     names = {name.lower(): name for name in known}
     near = [names[close] for close in difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.7)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Text in one line, for a terminal. lines: line breaks, which are then not a name's, stay.
+    """Text in one line, for a terminal. lines: keep line breaks, which then do not come from a name.
 
-    Names in a checkpoint are anybody's: escape sequences, marks that turn the direction of writing, lone surrogates and
-    line breaks, which would make lines of their own, must not reach the terminal.
+    Names in a checkpoint are untrusted: escape sequences, marks that change the writing direction, lone surrogates and
+    line breaks, which would add lines, must not reach the terminal.
     """
     if text.isprintable():
         return text

@@ -1,8 +1,8 @@
-"""Text files that people and other programs write: TOML, JSON and plain text, read with a limit on everything.
+"""Text files that people and other programs write: TOML, JSON and plain text, read with limits.
 
-A named pipe without a writer would be waited for, a device read for ever, deep nesting would end in a RecursionError,
-and a number of 5000 digits in a ValueError. Here each is an error of the caller's class: one sentence with file and
-line.
+Otherwise a named pipe without a writer would block, reading a device would never end, deep nesting would raise a
+RecursionError, and a number of 5000 digits a ValueError. Here each case is an error of the caller's class: one sentence
+with file and line.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 MAX_TOML: Final = 4 << 20
-"""Bytes of files that people write; the largest that ships has 60 kB."""
+"""The most bytes of files that people write; the largest shipped file has 60 kB."""
 
 MAX_JSON: Final = 64 << 20
 _MAX_SHOWN: Final = 200
-_MAX_DIGITS: Final = 4300  # of a number, as Python's `int` has it
+_MAX_DIGITS: Final = 4300  # of a number, as in Python's `int`
 _MAX_PARTS: Final = 1000
-"""Dots in a key: Python's parser needs time by their square."""
+"""The most parts of a dotted key: Python's parser takes quadratic time."""
 
 MakeError = Callable[[str], Exception]
-"""Makes the caller's error of a message."""
+"""Makes the caller's error from a message."""
 
 
 def read_text(
@@ -33,10 +33,10 @@ def read_text(
 ) -> str:
     """The text of a regular file of at most `most` bytes of UTF-8, perhaps with a byte order mark.
 
-    expected: what errors say that the file should be. Raises what ``error`` makes; OSError when there is no such file.
+    expected: the expected kind of file, for errors. Raises the error that ``error`` makes; OSError for a missing file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    # Not by the number alone: it would stand in the error of a folder in place of the path.
+    # Not by descriptor: errors about a folder would contain the number in place of the path.
     with open(path, "rb", opener=lambda *_: descriptor) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise error(
@@ -59,7 +59,7 @@ def read_text(
 def load_toml(
     path: str | os.PathLike[str], error: MakeError, expected: str = "a TOML file"
 ) -> dict[str, Any]:
-    """The tables of a TOML file. Raises as `read_text`, and for what is no TOML."""
+    """The tables of a TOML file. Raises as `read_text` does, and for invalid TOML."""
     return parse_toml(read_text(path, error, most=MAX_TOML, expected=expected), str(path), error, expected)
 
 
@@ -76,7 +76,7 @@ def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML f
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply{_deepest(text)}") from None
     except ValueError as failure:
-        # Python refuses longer numbers without saying where.
+        # Python refuses longer numbers without naming the line.
         runs = re.finditer(r"[0-9_]++", text) if type(failure) is ValueError else iter(())
         long = next((run for run in runs if run.end() - run.start() > _MAX_DIGITS), None)
         where = f" in line {text.count(chr(10), 0, long.start()) + 1}" if long else ""
@@ -84,7 +84,7 @@ def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML f
 
 
 def load_json(path: str | os.PathLike[str], error: MakeError, expected: str = "a JSON file") -> Any:
-    """The value in a JSON file. Raises as `read_text`, and for what is no JSON."""
+    """The value in a JSON file. Raises as `read_text` does, and for invalid JSON."""
     return parse_json(read_text(path, error, most=MAX_JSON, expected=expected), str(path), error, expected)
 
 
@@ -100,12 +100,12 @@ def parse_json(text: str | bytes, what: str, error: MakeError, expected: str = "
 
 def toml_string(text: str) -> str:
     """A string of TOML, in quotes."""
-    # JSON leaves a character as it is that TOML wants escaped, and TOML knows no surrogate pairs.
+    # JSON does not escape one character that TOML requires escaped, and TOML has no surrogate pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _said(failure: ValueError) -> str:
-    """The parser's message without its advice to programmers."""
+    """The parser's message without its advice for programmers."""
     if "integer string conversion" in str(failure):
         return "a number of too many digits"
     text = str(failure)

@@ -1,3 +1,3 @@
-"""The version, on the lowest floor: the journal of a conversion names it, so that two versions never share one."""
+"""The version, on the lowest floor: a conversion's journal records it, so that two versions never share a journal."""
 
 __version__ = "0.1.0"

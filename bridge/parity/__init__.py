@@ -5,9 +5,9 @@
     report = parity(torch_model, jax_model, tokens, mapping="llama", loss="next_token", weights="torch")
     print(report.summary())
 
-The sides may also run apart: ``capture_torch`` and ``capture_jax`` write traces, which ``compare_traces`` compares.
+The sides may also run separately: ``capture_torch`` and ``capture_jax`` write traces for ``compare_traces``.
 
-Only the modules of ``torch`` and ``jax`` import a framework. The names below are imported when they are first used.
+Only the modules of ``torch`` and ``jax`` import a framework. The names below are imported at first use.
 """
 
 from __future__ import annotations

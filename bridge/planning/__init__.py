@@ -1,5 +1,5 @@
-"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/cost/cost.py`` for where to
-begin.
+"""Memory and traffic of a sharded model before a device exists: start reading in
+``bridge/planning/cost/cost.py``.
 
 ::
 

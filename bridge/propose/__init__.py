@@ -1,1 +1,1 @@
-"""``twinshard map``: proposes a mapping from two checkpoints, and says where it is unsure."""
+"""``twinshard map``: proposes a mapping from two checkpoints, and marks uncertain rules."""

@@ -1,11 +1,10 @@
-"""Ways in which tensors of one shape can hold the elements of tensors of another, found from the shapes alone.
+"""Ways in which tensors of one shape can contain the elements of tensors of another, found from shapes alone.
 
     [320, 331] and [331, 8, 40]              (h d) m  =  m h d
     24 times [320, 331] and [24, 331, 320]   n m      =  {i} m n
     [1766, 331] and twice [331, 883]         (gate + up) m  =  m gate  and  m up
 
-Axes of one shape are merged in the order in which they are stored. Other orders are not tried. Everything else that
-fits is found.
+Axes of one shape are merged in their stored order. Other orders are not tried. Everything else that fits is found.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bridge.propose.names import INDEX_NAMES, Family
 
 Product = tuple[str, ...]
 Dim = tuple[Product, ...]
-"""One axis of a tensor: parts that follow each other, each a product of elementary axes, the slowest first."""
+"""One axis of a tensor: consecutive parts, each a product of elementary axes, the slowest first."""
 
 _MAX_RANK = 6
 _MAX_FITS = 64
@@ -27,7 +26,7 @@ _MAX_FITS = 64
 
 @dataclass(frozen=True)
 class Entry:
-    """A family and its axes; None when both sides store the same. ``path``: the path with the indices of the rule."""
+    """A family and its axes; None if both sides store the same. ``path``: the path with the indices of the rule."""
 
     family: Family
     path: str
@@ -36,9 +35,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fit:
-    """Families of ``a`` that hold the elements of families of ``b``; one of the two is a single family.
+    """Families of ``a`` that contain the elements of families of ``b``; one of the two is a single family.
 
-    sizes: of each elementary axis, path indices included. turned: pairs of axes that stand in the other order in ``b``.
+    sizes: of each elementary axis, path indices included. turned: pairs of axes whose order is reversed in ``b``.
     """
 
     a: tuple[Entry, ...]
@@ -79,7 +78,7 @@ class Fit:
 
 
 def fits(a: Family, b: Family) -> list[Fit]:
-    """Every way in which two families can hold the same elements; at most 64."""
+    """Every way in which two families can contain the same elements; at most 64."""
     if len(a.numbers) < len(b.numbers):
         return [fit.swapped() for fit in fits(b, a)]
     return list(itertools.islice(_fits(a, b), _MAX_FITS))
@@ -116,7 +115,7 @@ def _fused_fits(whole: Family, parts: Sequence[Family]) -> Iterator[Fit]:
     for axis in range(len(whole.shape)):
         others = math.prod(whole.shape[:axis] + whole.shape[axis + 1 :])
         for stacking in _part_fits(whole, parts, axis, others):
-            # The axes beside the fused one are the same in all parts.
+            # All axes except the fused one are the same in all parts.
             first = stacking[0]
             beside = first.a[0].dims[:axis] + first.a[0].dims[axis + 1 :]
             names = [_match_axes(first, fit, axis) for fit in stacking]
@@ -169,7 +168,7 @@ def _fits_of_shape(whole: Family, shape: tuple[int, ...], part: Family) -> list[
 
 
 def _match_axes(first: Fit, fit: Fit, axis: int) -> dict[str, str] | None:
-    """The axes of another part beside the fused one, by their names in the first; None if they are cut otherwise."""
+    """Another part's axes except the fused one, by their names in the first part; None if they are cut differently."""
     table: dict[str, str] = {}
     for number, (own, other) in enumerate(zip(fit.a[0].dims, first.a[0].dims, strict=True)):
         if number == axis:
@@ -188,12 +187,12 @@ def _rename_dim(dim: Dim, table: Mapping[str, str]) -> Dim:
 
 
 def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
-    """Ways to name b's indices by those of a, with the indices of a that are left over: those are axes of b."""
+    """Ways to identify b's indices with indices of a, and the remaining indices of a, which are axes of b."""
     names_a, names_b = INDEX_NAMES[: len(a.numbers)], INDEX_NAMES[: len(b.numbers)]
     for chosen in itertools.permutations(range(len(names_a)), len(names_b)):
         if any(a.numbers[k] != b.numbers[n] for n, k in enumerate(chosen)):
             continue
-        # Indices that are one and the same number are the same in either order.
+        # The order of identical indices does not matter.
         single = [(b.numbers[n], k) for n, k in enumerate(chosen) if len(b.numbers[n]) == 1]
         if any(x == y and j > k for (x, j), (y, k) in itertools.combinations(single, 2)):
             continue
@@ -209,9 +208,9 @@ def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[
 def align(
     a: Sequence[int], b: Sequence[int]
 ) -> Iterator[tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]]:
-    """Ways to merge axes of the longer shape, in their order, into those of the other, wherever they stand there.
+    """Ways to merge axes of the longer shape, in their order, into the other shape's axes, at any position there.
 
-    Yields the axes of ``a``, those of ``b`` and the size of each elementary axis; those of size 1 have no name.
+    Yields the axes of ``a``, the axes of ``b`` and the size of each elementary axis; axes of size 1 have no name.
     """
     if len(a) > len(b):
         yield from ((left, right, sizes) for right, left, sizes in align(b, a))

@@ -1,9 +1,9 @@
-"""Layers that two sides number otherwise: torch's `nn.Sequential` counts activations, linen the modules of a class.
+"""Layers that two sides number differently: torch's `nn.Sequential` counts activations, linen the modules of a class.
 
     net.0.weight [8, 4]     net.2.weight [8, 8]     net.4.weight [3, 8]
     Dense_0/kernel [4, 8]   Dense_1/kernel [8, 8]   Dense_2/kernel [8, 3]
 
-Two series of layers are one where each has no other twin: as many layers, layer by layer tensors of the same sizes.
+Two series of layers match if neither has another twin: as many layers, and layer by layer tensors of equal sizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bridge.core.formats.tensors.base import TensorInfo
 from bridge.propose.names import Family, filled, leaf_word, pattern_of
 
 BY_ORDER, BY_SIZES = "layer ", "only layer "
-"""How the word begins that stands for a layer's number: others of the series have its sizes, or no other has."""
+"""Prefixes of the word for a layer's number: other layers of the series have its sizes, or none has."""
 
 _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Of a layer: the word of each tensor, and its sizes in any order."""
+"""For a layer: the word of each tensor, and its sizes in any order."""
 
 
 @dataclass(frozen=True)
 class _Series:
-    """Layers of one kind under one name. ``numbers``: theirs; ``sizes`` and names of tensors: layer by layer."""
+    """Layers of one kind under one name. ``numbers``: of the layers; ``sizes`` and names of tensors: per layer."""
 
     numbers: tuple[int, ...]
     sizes: tuple[_Sizes, ...]
@@ -33,13 +33,13 @@ class _Series:
 
 
 def numbered_alike(grouped: Sequence[Family], others: Sequence[Family]) -> bool:
-    """Whether the other side has layers of the numbers of a family."""
+    """Whether the other side has layers with a family's numbers."""
     known = {numbers for family in others for numbers in family.numbers if len(numbers) > 1}
     return any(numbers in known for family in grouped for numbers in family.numbers)
 
 
 def by_order(a: Sequence[Family], b: Sequence[Family]) -> tuple[list[Family], list[Family]]:
-    """Both sides, where each tensor of twin series is a family, with the layer's rank among its words."""
+    """Both sides, with each tensor of twin series as a family that has the layer's rank among its words."""
     sides = list(_series(a)), list(_series(b))
     ranks: tuple[dict[str, str], dict[str, str]] = {}, {}
     for number, series in enumerate(sides[0]):
@@ -65,7 +65,7 @@ def _series(families: Sequence[Family]) -> Iterator[_Series]:
         (*stem, leaf), numbers = pattern_of(re.split(r"[./]", name), True)
         if len(numbers) == 1:
             word = leaf_word(leaf)
-            # flax keeps statistics apart from weights.
+            # flax stores statistics separately from weights.
             layer = layers.setdefault((tuple(stem), word in ("mean", "var")), {}).setdefault(numbers[0], {})
             layer[word] = name, tuple(sorted(info.shape))
     for by_number in layers.values():

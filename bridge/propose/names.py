@@ -1,4 +1,4 @@
-"""Names of tensors across model code: families by layer number, and words with one meaning.
+"""Names of tensors across code bases: families by layer number, and words with one meaning.
 
 model.layers.7.self_attn.q_proj.weight   family model.layers.{i}.self_attn.q_proj.weight
                                          words  attention query weight
@@ -23,10 +23,10 @@ INDEX_NAMES = ("{i}", "{j}", "{k}", "{l}")
 _LAYER = frozenset({"layer", "layers", "h", "block", "blocks", "encoderblock", "resblocks"})
 _LIGHT = 0.2
 
-# Where one of these is the gate projection, a module called `gate` chooses experts.
+# If one of these is the gate projection, a module called `gate` chooses experts.
 _OTHER_GATES = frozenset({"w1", "gate_proj", "wi_0", "gate_up_proj"})
 
-# Component of a path, in lower case -> its words. Other components are cut at "_" and where the case changes.
+# Component of a path, in lower case -> its words. Other components are split at "_" and at case changes.
 _WORDS: Mapping[str, str] = {
     word: meaning
     for words, meaning in (
@@ -81,7 +81,7 @@ _WORDS: Mapping[str, str] = {
     )
     for word in words.split()
 }
-# Parameters that torch's own modules register themselves, not as the `weight` of a module inside.
+# Parameters that torch's own modules register directly, not as the `weight` of an inner module.
 _ATTENTION = re.compile(r"in_proj_(weight|bias)|([qkv])_proj_(weight)|(bias)_([kv])")
 _RECURRENT = re.compile(r"(weight|bias)_(ih|hh|hr)(?:_l([0-9]+)(_reverse)?)?")
 _LETTERS = {"q": "query", "k": "key", "v": "value"}
@@ -96,7 +96,7 @@ _MAX_PAIRS = 20_000
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Tensors of one shape and dtype whose names differ in numbers only. ``path`` has INDEX_NAMES for the numbers.
+    """Tensors of one shape and dtype whose names differ only in numbers. ``path`` has INDEX_NAMES for the numbers.
 
     members: name of each tensor without the tree's root, by its numbers. words: see the module's docstring.
     """
@@ -108,13 +108,13 @@ class Family:
 
     @property
     def plain_name(self) -> tuple[str, ...]:
-        """The path without the tensor's own name, and without modules that only hold others."""
+        """The path without the tensor's own name, and without modules that only contain others."""
         parts = [part.lower() for part in re.split(r"[./]", self.path)[:-1]]
         return tuple(part for part in parts if _WORDS.get(part, part))
 
     @property
     def own_parts(self) -> tuple[tuple[str, ...], ...]:
-        """What torch's own modules concatenate in this tensor, in torch's order; flax's cells name the gates so."""
+        """Parts that torch's own modules concatenate in this tensor, in torch's order; names as in flax's cells."""
         if self.leaf in ("in_proj_weight", "in_proj_bias"):
             return (("query", "key", "value"),)
         recurrent = _RECURRENT.fullmatch(self.leaf)
@@ -149,7 +149,7 @@ class Family:
 def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bool = False) -> list[Family]:
     """Group tensors, given by name without the tree's root, in the order in which they come.
 
-    automatic: the numbers of linen's automatic names are those of layers.
+    automatic: whether the numbers in linen's automatic names are layer numbers.
     """
     grouped: dict[tuple[tuple[str, ...], tuple[int, ...], np.dtype], dict[tuple[int, ...], TensorInfo]] = {}
     present = {part for name in weights for part in name.split(separator)}
@@ -161,7 +161,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
     by_pattern = []
     for (pattern, _, _), members in grouped.items():
         if shapes[pattern] > 1:
-            # Numbers with shapes of their own are no family: each tensor is a family by itself.
+            # Numbers with different shapes are not a family: each tensor is a separate family.
             for numbers, info in members.items():
                 parts = filled(pattern, numbers)
                 by_pattern.append(
@@ -174,7 +174,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
 
 
 def similarity(a: frozenset[str], b: frozenset[str]) -> float:
-    """How much two names share, from 0 to 1; words that nearly every name has count little."""
+    """The similarity of two names, from 0 to 1; words that nearly every name has count little."""
     both, either = _weigh(a & b), _weigh(a | b)
     return both / either if either and both > _LIGHT else 0.0
 
@@ -184,7 +184,7 @@ def _weigh(words: Iterable[str]) -> float:
 
 
 def leaf_word(leaf: str) -> str:
-    """What a tensor is in its layer: `kernel` and `weight` are one word."""
+    """A tensor's role in its layer: `kernel` and `weight` are one word."""
     return _WORDS.get(leaf.lower(), leaf)
 
 
@@ -212,7 +212,7 @@ def filled(pattern: Sequence[str], numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def _own_words(part: str, present: Set[str]) -> list[str]:
-    """The words of a parameter that one of torch's own modules registers itself; none for other names."""
+    """The words of a parameter that one of torch's own modules registers directly; none for other names."""
     attention, recurrent = _ATTENTION.fullmatch(part), _RECURRENT.fullmatch(part)
     if attention is not None:
         if attention[1]:
@@ -254,13 +254,13 @@ def _words_of(parts: Sequence[str], present: Set[str]) -> frozenset[str]:
 
 
 def parts_named(side: Sequence[Family], names: Sequence[str]) -> list[list[Family]]:
-    """For each name of a part the families that may be it; those that name several of the parts are none."""
+    """For each name of a part, the families that may be it; families that name several of the parts are excluded."""
     parts = [family for family in side if len(family.words.intersection(names)) == 1]
     return [[part for part in parts if name in part.words] for name in names]
 
 
 def most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
-    """Of ``parts`` the one whose name is nearest to that of the part ``name`` of ``whole``."""
+    """The family in ``parts`` whose name is nearest to the part ``name`` of ``whole``."""
     wanted = as_part(whole, name)
     return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
 
@@ -271,7 +271,7 @@ def as_part(whole: Family, name: str) -> frozenset[str]:
 
 
 def comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
-    """Pairs with equally many elements; where there are too many to try, only those with the same words."""
+    """Pairs with equally many elements; if there are too many to try, only those with the same words."""
     sizes: dict[int, tuple[list[Family], list[Family]]] = {}
     for side, several in enumerate((a, b)):
         for family in several:

@@ -1,4 +1,4 @@
-"""What the modules of torch and flax themselves say of their tensors, where shapes allow more than one layout.
+"""The layouts of torch's and flax's own modules, for cases in which shapes allow more than one layout.
 
 torch                              flax
 weight [out, in, *window]          kernel [*window, in, out]        linear layers, convolutions
@@ -15,8 +15,8 @@ from bridge.propose.axes import Fit
 from bridge.propose.names import FUSED_WORDS, Family
 
 COUNTER = "num_batches_tracked"
-"""Torch's norms count their batches, flax's do not."""
-FLIPPED = "of a transposed convolution flax's kernel is flipped, unless transpose_kernel=True"
+"""Torch's norms count their batches, flax's norms do not."""
+FLIPPED = "flax flips the kernel of a transposed convolution, unless transpose_kernel=True"
 
 _MATRICES = frozenset({"weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
 _RECURRENT = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
@@ -29,8 +29,8 @@ _UNUSUAL = re.compile(r"\bc_(attn|fc|proj)\b|bilinear")
 
 
 def is_known_layout(fit: Fit, turned: bool | None) -> bool:
-    """Whether modules say that a tensor lies as ``fit`` has it. ``turned``: whether tensors of these names are
-    transposed where shapes leave no choice; None where none is."""
+    """Whether the modules imply the layout of ``fit``. ``turned``: whether tensors of these names are transposed if
+    shapes leave no choice; None without such tensors."""
     leaves = {entry.family.leaf for entry in (*fit.a, *fit.b)}
     torch = leaves - {"kernel"}
     if "kernel" not in leaves:
@@ -42,7 +42,7 @@ def is_known_layout(fit: Fit, turned: bool | None) -> bool:
 
 
 def may_be_flipped(fit: Fit) -> bool:
-    """Whether a convolution's kernel may be that of a transposed one: by its name, or with inputs before outputs."""
+    """Whether a convolution's kernel may belong to a transposed one: by its name, or with inputs before outputs."""
     entries = (*fit.a, *fit.b)
     if {entry.family.leaf for entry in entries} != {"weight", "kernel"}:
         return False

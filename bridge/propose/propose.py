@@ -1,11 +1,11 @@
-"""A proposal for a mapping between two checkpoints, from their names and shapes and, if asked, from their values.
+"""A proposal for a mapping between two checkpoints, from their names and shapes and, optionally, their values.
 
     families    layers.0.wq.weight, layers.1.wq.weight, ...  ->  layers.{i}.wq.weight
-    fits        which family can hold the elements of which, and in what order of axes (`axes.py`)
-    names       of those that fit, the pair whose names have most in common (`names.py`)
+    fits        which family can contain the elements of which, and in what order of axes (`axes.py`)
+    names       among fits, the pair whose names have most in common (`names.py`)
 
-Where other families would have fitted as well, the rule carries a doubt that names them. Comparing values settles
-doubts where both checkpoints hold the same weights.
+If other families would have fitted as well, the rule carries a doubt that names them. Comparing values settles doubts
+if both checkpoints contain the same weights.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ from bridge.propose.values import Evidence
 
 _MAX_LEFT = 24
 _LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
-"""Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
+"""Ambiguous words: in some code bases `w1` is a gate, in others an up-projection."""
 _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mapping as TOML text, and its doubts, which a person should review before the mapping is used.
+    """A mapping as TOML text, and its doubts, which a person should review before using the mapping.
 
-    left_a, left_b: weights that no rule names. places: where each side keeps its weights and optimizer states. doubts:
-    the number of doubts of all rules and places. A mapping without doubts and without weights left was found without
-    guessing.
+    left_a, left_b: weights that no rule names. places: where each side stores its weights and optimizer states. doubts:
+    the number of doubts of all rules and places. A mapping without doubts and remaining weights needed no guess.
     """
 
     a: Path | str
@@ -94,8 +93,8 @@ def propose(
 ) -> Proposal:
     """Propose rules that pair the weights of two checkpoints of any formats. Optimizer state follows its weights.
 
-    values: compare a few elements of each candidate. items, step: for those of both that have items or steps, see
-    `open_checkpoint`. Raises FileNotFoundError, or CheckpointError when one is damaged.
+    values: compare a few elements of each candidate. items, step: for checkpoints with items or steps, see
+    `open_checkpoint`. Raises FileNotFoundError, or CheckpointError if one is damaged.
     """
     a, b = each_at_step((a, b), step)
     items_a, items_b = items_of_each((a, b), items)
@@ -103,16 +102,16 @@ def propose(
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         for side, other in ((0, right), (1, left)):
             named, _ = _weights((reader_a, reader_b)[side], automatic=True)
-            # Numbers that the other side has, too, are those of layers; others may be those of unlike modules.
+            # Numbers that the other side also has are layer numbers; others may belong to different modules.
             if numbered_alike(named, other):
                 left, right = (named, right) if side == 0 else (left, named)
         left, right = by_order(left, right)
-        # Only torch's norms count their batches.
+        # Only torch's norms count batches.
         counted = [any(family.leaf == COUNTER for family in side) for side in (left, right)]
         drop = [f"*{COUNTER}"] if counted[0] != counted[1] else []
         if drop:
             left, right = ([member for member in side if member.leaf != COUNTER] for side in (left, right))
-        # Names that no rule can have must stay out of the file.
+        # Names that no rule can express must not get into the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
         choices = matcher.run()
@@ -139,16 +138,16 @@ def propose(
 
 
 def _weights(reader: CheckpointReader, *, automatic: bool = False) -> tuple[list[Family], str]:
-    """The families of a checkpoint's weights, and their place: the text before and after their names."""
+    """The families of a checkpoint's weights, and the place: the text before and after their names."""
     infos = list(reader.tensors.values())
-    # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
+    # Flat names, such as Hugging Face's, are single keys in an Orbax tree.
     nested = reader.format in TREE_FORMATS and any(len(info.path) > 1 for info in infos)
     separator = "/" if nested else "."
     named = {separator.join(map(str, info.path)): info for info in infos}
     roots = {name.split(separator)[0] for name in named}
     for root in sorted(roots & WEIGHT_ROOTS):
-        # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models have weights beside `model` too.
-        # Their files hold a model and nothing else, so `model` is of the weights' names there.
+        # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models also have weights next to `model`.
+        # Their files contain only a model, so `model` belongs to the weights' names there.
         alone = reader.format == "safetensors" and roots == {root}
         if roots - {root} <= STATE_ROOTS and not alone:
             named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
@@ -160,7 +159,7 @@ def _weights(reader: CheckpointReader, *, automatic: bool = False) -> tuple[list
 def _placed(
     named: dict[str, TensorInfo], before: str, separator: str, automatic: bool
 ) -> tuple[list[Family], str]:
-    """Families without the prefix of all names, and without the key under which nnx keeps every value."""
+    """Families without the common prefix of all names, and without the key under which nnx stores every value."""
     below = {name.removeprefix(before): info for name, info in named.items()}
     after = "/value" if separator == "/" and all(name.endswith("/value") for name in below) else ""
     weights = {name.removesuffix(after): info for name, info in below.items()}
@@ -168,7 +167,7 @@ def _placed(
 
 
 class _Matcher:
-    """Pairs the families of two sides, the most alike first."""
+    """Pairs the families of two sides, the most similar first."""
 
     def __init__(self, a: Sequence[Family], b: Sequence[Family], evidence: Evidence | None) -> None:
         self._free_a, self._free_b = ({family.path: family for family in side} for side in (a, b))
@@ -183,11 +182,11 @@ class _Matcher:
                 self._partners_of_a.setdefault(x.path, []).append(y)
                 self._partners_of_b.setdefault(y.path, []).append(x)
         self._turning = self._usual_turns()
-        # Learned positions are added to the tokens: then nothing turns queries and keys.
+        # Learned positions are added to the tokens: then queries and keys are not rotated.
         self._rotary = not any("position" in family.words for family in (*a, *b))
 
     def run(self) -> list[_Choice]:
-        """All pairs; no family is in two of them."""
+        """All pairs; each family is in at most one."""
         choices = self._fused_by_name()
         by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
         ranked = [(by_path[0][path_a], by_path[1][path_b]) for path_a, path_b in self._fits]
@@ -223,7 +222,7 @@ class _Matcher:
         return self._evidence is not None and any(map(self._evidence.agrees, self._fits[x.path, y.path]))
 
     def _same_name(self, x: Family, y: Family) -> bool:
-        """Whether the two have one name, in other words at most, and no other family that fits has it."""
+        """Whether the two have the same name, up to synonyms, and no other fitting family has it."""
         if self._evidence is not None or similarity(x.words, y.words) < 1:
             return False
         if x.plain_name != y.plain_name and (x.words | y.words) & _LOOSE:
@@ -241,7 +240,7 @@ class _Matcher:
         return [family.path for family in on_b or on_a]
 
     def _settle(self, candidates: Sequence[Fit]) -> tuple[Fit, list[str]]:
-        """The most usual of several ways to store one family as another, and its doubts."""
+        """The most common of several ways to store one family as another, and its doubts."""
         doubts = []
         agreed = False
         if self._evidence is not None:
@@ -252,11 +251,11 @@ class _Matcher:
                     f for f, verdict in zip(candidates, verdicts, strict=True) if verdict == "agree"
                 ]
             elif "same" in verdicts:
-                doubts.append("the elements looked at are all the same, which settles nothing")
+                doubts.append("all sampled elements are equal, which settles nothing")
             elif "unreadable" in verdicts:
                 doubts.append("the elements cannot be read, which settles nothing")
             else:
-                doubts.append("the elements looked at differ")
+                doubts.append("the sampled elements differ")
         known = [fit for fit in candidates if is_known_layout(fit, self._turning.get(_leaves(fit)))]
         if known and not agreed:
             candidates = known
@@ -279,7 +278,7 @@ class _Matcher:
         return bool(fit.turned) != usual
 
     def _usual_turns(self) -> dict[tuple[str, str], bool]:
-        """For each pair of kinds of tensors, whether axes are turned between them where shapes leave no choice."""
+        """For each pair of tensor kinds, whether axes are transposed between them if shapes leave no choice."""
         votes: dict[tuple[str, str], Counter[bool]] = {}
         by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
         for (path_a, path_b), pair_fits in self._fits.items():
@@ -301,7 +300,7 @@ class _Matcher:
             for whole in wholes
             for names in whole.own_parts or [n for n in FUSED_WORDS if whole.words.issuperset(n)]
         ]
-        # Of several attentions the one with the same name comes first: no part is in two wholes.
+        # Among several attentions, the one with the same name comes first: no part is in two wholes.
         wanted.sort(key=lambda candidate: -self._likeness(*candidate))
         choices = []
         for whole, names, turned in wanted:
@@ -309,7 +308,7 @@ class _Matcher:
             if None in parts or whole.path not in (self._free_b if turned else self._free_a):
                 continue
             known = [part for part in parts if part is not None]
-            # Values may show that the parts are in another order than the names.
+            # Values may show that the parts' order differs from the names' order.
             orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
             possible = [fit for order in orders for fit in _fused(whole, order, turned)]
             if possible:
@@ -333,7 +332,7 @@ class _Matcher:
     def _other_parts(
         self, whole: Family, names: Sequence[str], chosen: Sequence[Family], turned: bool
     ) -> list[str]:
-        """Families that fit as well as the chosen parts, and whose names are as near."""
+        """Families that fit as well as the chosen parts, and whose names are as similar."""
         left = []
         for name, part, others in zip(
             names, chosen, parts_named(self._a if turned else self._b, names), strict=True
@@ -344,7 +343,7 @@ class _Matcher:
         return left
 
     def _take_fused(self, joints: list[Fit], order: str, rivals: Sequence[str] = ()) -> _Choice:
-        """``order``: what that of the parts is taken from; empty where the module's code says it."""
+        """``order``: the source of the parts' order; empty if the module's code defines it."""
         fit, doubts = self._settle(joints)
         entries = fit.b if len(fit.b) > 1 else fit.a
         shapes = [entry.family.shape for entry in entries]
@@ -356,7 +355,7 @@ class _Matcher:
         return self._take(fit, doubts)
 
     def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
-        """Orders of parts that shapes, values or names say; that of a checkpoint, of the alphabet, says nothing."""
+        """Orders of parts that shapes, values or names imply; a checkpoint's or alphabetical order implies nothing."""
         every = (fit for order in itertools.permutations(parts) for fit in _fused(whole, order, turned))
         if len({part.shape for part in parts}) == len(parts):
             return list(every)
@@ -365,7 +364,7 @@ class _Matcher:
         return agreed or ([] if usual is None else _fused(whole, usual, turned))
 
     def _fused_by_shape(self) -> list[_Choice]:
-        """Of the families left, those that match only a concatenation of two or three others."""
+        """Match remaining families that fit only a concatenation of two or three others."""
         choices: list[_Choice] = []
         for turned in (False, True):
             wholes, parts = (self._free_b, self._free_a) if turned else (self._free_a, self._free_b)

@@ -1,7 +1,7 @@
 """A proposed mapping as TOML: axes with readable names, doubts as comments.
 
-Rules name weights. A convention's table gives the places of their tensors, if these are not the usual ones, so that a
-converted checkpoint has the layout of the other one:
+Rules name weights. A convention's table gives the places of their tensors, unless they are the usual ones, so that a
+converted checkpoint has the same layout as the other checkpoint:
 
     [convention.jax]
     weights = "params/params/{w}"
@@ -50,8 +50,8 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
         return Places(entries, str(error))
     if len(tree.states) > 1:
         where = ", ".join(sorted(state.places["step"] for state in tree.convention.states))
-        return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
-    # Where no state was found the convention still has its usual one.
+        return Places(entries, f"several optimizer states, which a table cannot express (counts at {where})")
+    # If no state was found, the convention still has its usual one.
     for state, names in zip(tree.states, tree.convention.states, strict=False):
         held = {*state.sections, *(("step",) if state.count is not None else ())}
         entries |= {s: names.places[s] for s in SECTIONS if s in held and names.places[s] != usual.places[s]}
@@ -60,13 +60,13 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
 
 _LETTERS = "nfpqstuvwxyz"
 _TWO_BIASES = (
-    "# torch adds bias_ih and bias_hh where flax has one bias, and no rule adds tensors: store their sum in the one "
-    "that a rule names and zeros in the other, and name that under drop"
+    "# torch adds bias_ih and bias_hh where flax has one bias, and no rule can add tensors: store the sum in the "
+    "bias that a rule names, store zeros in the other bias, and list the other bias under drop"
 )
 
 
 class Namer:
-    """Names for elementary axes: the same letter for the same size, where one rule does not need it twice.
+    """Names for elementary axes: the same letter for the same size, unless one rule needs it twice.
 
     m is the most frequent size; in a merged axis the last is d, d2, ... by size, the others h, g, ...
     """
@@ -100,7 +100,7 @@ class Namer:
         return names
 
     def give(self, fit: Fit, names: Mapping[str, str]) -> None:
-        """Collect the sizes that the shapes of one side leave open, for the table of axes."""
+        """Collect sizes that the shapes of one side leave open, for the table of axes."""
         for dim in (dim for entry in (*fit.a, *fit.b) for dim in entry.dims):
             if len(dim) > 1:
                 first = dim[0]
@@ -136,7 +136,7 @@ class Namer:
 
 @dataclass(frozen=True)
 class ProposedRule:
-    """One rule as text: the entries of each side, and its doubts. optional: a model may lack some of its numbers."""
+    """One rule as text: the entries of each side, and its doubts. optional: whether a model may lack some numbers."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -157,7 +157,7 @@ class ProposedRule:
 
     @property
     def short(self) -> str:
-        """The axes alone."""
+        """Only the axes."""
         return " = ".join(" & ".join(_axes_text(text) for text in side) for side in (self.a, self.b))
 
 
@@ -171,7 +171,7 @@ def render(
     places: Sequence[Places] = (Places(), Places()),
     drop: Sequence[str] = (),
 ) -> str:
-    """The mapping file. places: those of either side. drop: names that may be left behind."""
+    """The mapping file. places: of each side. drop: names that may be left out."""
     for rule in rules:
         namer.give(rule.fit, rule.names)
     keys = conventions(a.format, b.format)
@@ -206,7 +206,7 @@ def render(
 
 
 def writable(path: str) -> bool:
-    """Whether a rule can name this path: it has no spaces, colons and the like, and no braces but those of indices."""
+    """Whether a rule can name this path: no spaces, colons and the like, and no braces except around indices."""
     plain = re.sub(r"\{[ijkl]\}", "0", path)
     return plain.isprintable() and not re.search(r"[\s{}:]", plain)
 

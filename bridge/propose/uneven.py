@@ -1,7 +1,7 @@
-"""Numbers that only some rules have: the role of a layer in a T5 block, or layers that are unlike the others.
+"""Numbers that only some rules have: the role of a layer in a T5 block, or layers that differ from others.
 
     decoder.block.{i}.layer.{j}.SelfAttention.q    j is 0 in all, but other rules have a layer 1 and 2:
-    decoder.block.{i}.layer.0.SelfAttention.q      the number is written
+    decoder.block.{i}.layer.0.SelfAttention.q      the number is written out
     layers.{i}.moe.router                          i is 1 and 2, other rules also have a layer 0: the rule is optional
 
 A conversion expects a tensor for each number that other rules have at the same place (`translation.py`).
@@ -20,9 +20,9 @@ _INDEX = re.compile(r"\{[ijkl]\}")
 
 
 def settled(rules: Sequence[ProposedRule]) -> list[ProposedRule]:
-    """The rules with such numbers written out where they may be, and marked optional where they may not."""
+    """The rules with such numbers written out where possible, and marked optional elsewhere."""
     rules = list(rules)
-    # A number that is written tells apart places behind it, so all are looked at again.
+    # A written number distinguishes the places after it, so all rules are checked again.
     while (uneven := _next(rules)) is not None:
         number, rule = uneven
         rules[number] = rule
@@ -30,7 +30,7 @@ def settled(rules: Sequence[ProposedRule]) -> list[ProposedRule]:
 
 
 def _next(rules: Sequence[ProposedRule]) -> tuple[int, ProposedRule] | None:
-    """One rule that is to be changed, by its position, as it is to be; None when no rule is."""
+    """The position of one rule to change, and the changed rule; None if there is none."""
     numbers: dict[tuple[int, str], set[int]] = {}
     for rule in rules:
         for side, where, _, values in () if rule.optional else _places(rule):

@@ -1,4 +1,4 @@
-"""Compares a few elements of two checkpoints to see whether a fit is right."""
+"""Compares a few elements of two checkpoints to check a fit."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Evidence:
         self._known: dict[int, tuple[Fit, Verdict]] = {}
 
     def agrees(self, fit: Fit) -> bool:
-        """Whether elements at random places agree. Elements that all have one value tell nothing and do not count."""
+        """Whether elements at random places agree. Elements that all have one value prove nothing and do not count."""
         return self.verdict(fit) == "agree"
 
     def verdict(self, fit: Fit) -> Verdict:
-        """The result for elements at random places; "same" when they agree but all have one value."""
+        """The result for elements at random places; "same" if they agree but all have one value."""
         if id(fit) not in self._known:
             self._known[id(fit)] = (fit, self._compare(fit))
         return self._known[id(fit)][1]
@@ -94,7 +94,7 @@ def _numbers(family: Family, names: Sequence[str], indices: Mapping[str, int]) -
 def _blocks(
     entries: Sequence[Entry], names: Mapping[str, str], sizes: Mapping[str, int]
 ) -> dict[frozenset[str], tuple[Entry, list[tuple[int, dict[str, int]]]]]:
-    """For each set of elementary axes, the tensor that holds them and their positions on each of its axes."""
+    """For each set of elementary axes, the tensor that contains them and their positions on each of its axes."""
     blocks = {}
     for entry in entries:
         expression = Expression.parse(entry_text(entry, names).partition(" : ")[2])

@@ -1,1 +1,1 @@
-"""The relay: one training run that hops between the two runtimes."""
+"""The relay: one training run that alternates between the two runtimes."""

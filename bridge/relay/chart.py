@@ -53,7 +53,7 @@ def relay_figure(report: RelayReport) -> Figure:
         bottom.semilogy(steps, values, label=label, **style)
     bottom.set_ylabel("relative loss difference")
     bottom.set_xlabel("step (dotted: a hop, checkpoint converted bit for bit)")
-    # Below the panels, where no line can pass behind.
+    # Below the panels, where no line can run behind the legend.
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 

@@ -23,14 +23,14 @@ PRECISIONS = ("float32", "bfloat16")
 # The short form of a policy.
 SHORT = ("strategy", "precision", "granularity")
 GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
-# The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
+# The JAX runtime tabulates powers of the betas until they vanish, after at most 2**22 steps.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
 POLICIES = Path(__file__).parents[1] / "core" / "sharding" / "policies"
 
 
 class ConfigError(ValueError):
-    """A relay file that cannot be run; the text names the table and key and says what was expected."""
+    """A relay file that cannot run; the text names the table and key and says what was expected."""
 
 
 def _in(where: str) -> Callable[[str], ConfigError]:
@@ -83,10 +83,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``batch`` sequences of ``length`` tokens make a global batch; ``seed`` keys the order and the initial weights.
+    """``batch`` sequences of ``length`` tokens form a global batch; ``seed`` sets the order and the initial weights.
 
-    ``init_scale`` multiplies the initial matrices. Of the decoder's own ones, scores are so small that attention is
-    nearly uniform, and a fault in it hardly shows.
+    ``init_scale`` multiplies the initial matrices. With the decoder's own initialization, scores are so small that
+    attention is nearly uniform, and a fault in attention hardly shows.
     """
 
     seed: int
@@ -131,7 +131,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LegPolicy:
-    """A sharding policy as a leg's processes get it: the text of a file, which only the runtimes parse.
+    """A sharding policy in the form that a leg's processes get: the text of a file, which only the runtimes parse.
 
     name: the policy's name in titles. source: its name in errors.
     """
@@ -169,12 +169,12 @@ class LegPolicy:
 
     @property
     def compute(self) -> str:
-        """The dtype of forward and backward; the default where the text is no policy, as the rehearsal will report."""
+        """The dtype of forward and backward; the default if the text is no policy, which the rehearsal will report."""
         return self._dtype("compute") or self._dtype("main") or "float32"
 
     @property
     def gather(self) -> str | None:
-        """The format in which weights are gathered where that is not the dtype of forward and backward."""
+        """The format in which weights are gathered, if it differs from the dtype of forward and backward."""
         return self._dtype("gather")
 
     def _dtype(self, key: str) -> str | None:
@@ -183,7 +183,7 @@ class LegPolicy:
         return dtype if isinstance(dtype, str) else None
 
     def data_ranks(self, ranks: int) -> int:
-        """Among how many of ``ranks`` a global batch is divided; all where the policy does not fit, see ``compute``."""
+        """How many of ``ranks`` share a global batch; all ranks if the policy does not fit, see ``compute``."""
         try:
             return ShardingPolicy.parse(self.text, self.source).data_ranks(ranks)
         except PolicyError:
@@ -197,8 +197,8 @@ class Leg:
     ``policy`` gives the sharding. The short form is ``strategy`` with the optional keys ``precision`` (default
     "float32") and ``granularity`` (default "row").
 
-    moments: the dtype in which both Adam moments are stored; a leg converts those that it finds in another one.
-    offload: the part of the moments that lies in CPU memory, 0 to 1.
+    moments: the dtype in which both Adam moments are stored; a leg converts moments that have another dtype.
+    offload: the share of the moments in CPU memory, 0 to 1.
     """
 
     framework: str
@@ -227,10 +227,10 @@ class Leg:
         _require(self.moments in MOMENTS, "[[leg]] moments", f"one of {', '.join(MOMENTS)}", self.moments)
         share = self.offload
         part = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
-        _require(part, "[[leg]] offload", "a part of the moments, 0 to 1", share)
+        _require(part, "[[leg]] offload", "a share of the moments, 0 to 1", share)
         if self.policy is not None:
             beside = [name for name in SHORT if getattr(self, name) is not None]
-            expected = f"policy alone, which says all that {', '.join(SHORT)} say"
+            expected = f"only policy, which replaces {', '.join(SHORT)}"
             _require(not beside, "[[leg]] policy", expected, f"also {', '.join(beside)}")
             return
         _require(self.strategy is not None, "[[leg]]", "the key policy, or strategy in its place", "neither")
@@ -263,7 +263,7 @@ class Leg:
 
     @property
     def precision_words(self) -> tuple[str, ...]:
-        """What of the leg is coarser than float32, a word for each: compute, gathered weights, moments."""
+        """The parts of the leg that are coarser than float32, one word each: compute, gathered weights, moments."""
         weights = self.sharding
         words = [weights.compute] if weights.compute != "float32" else []
         if weights.gather is not None and weights.gather != weights.compute:
@@ -277,8 +277,8 @@ class Leg:
 class RelayConfig:
     """A whole relay. Raises ``ConfigError`` when a leg's data ranks and microbatches do not divide the global batch.
 
-    repeats: how often the fp32 reference runs again, with other rounding only, for the band that the losses of the legs
-    must stay in; at least 2, or 0 for none.
+    repeats: how often the fp32 reference runs again, with only the rounding changed. The repeats give the band in which
+    the legs' losses must stay. At least 2, or 0 for none.
     """
 
     model: ModelConfig
@@ -289,7 +289,7 @@ class RelayConfig:
 
     def __post_init__(self) -> None:
         _whole("repeats", self.repeats, 0)
-        _require(self.repeats != 1, "repeats", "0, or 2 and more, as one shows no spread", self.repeats)
+        _require(self.repeats != 1, "repeats", "0, or at least 2, as one shows no spread", self.repeats)
         _require(len(self.legs) > 0, "relay", "at least one [[leg]]", len(self.legs))
         for number, leg in enumerate(self.legs, 1):
             ranks = leg.sharding.data_ranks(leg.ranks)
@@ -325,7 +325,7 @@ class RelayConfig:
     def of(table: Mapping[str, Any], folder: Path = Path()) -> RelayConfig:
         """Build from a parsed TOML document in ``folder``; unknown and missing keys raise ``ConfigError``."""
         known = {"model", "data", "optimizer", "leg"}
-        tables = f"the tables {', '.join(sorted(known))}, and besides them only the key repeats"
+        tables = f"the tables {', '.join(sorted(known))}, and in addition only the key repeats"
         _require(set(table) - {"repeats"} == known, "top level", tables, sorted(table))
         legs = table["leg"]
         _require(isinstance(legs, list), "leg", "[[leg]] tables", legs)

@@ -4,8 +4,8 @@
     [bytes ... bytes][256][bytes ............... bytes][256]     ...    [bytes ... bytes]
     |<------------------------- train split: first 90 % ------------------>|<- held out ->|
 
-The batch of a step is a function of (seed, step) alone, so any number of ranks in either framework sees the same
-global batch, and the position in the data is one integer.
+The batch of a step depends only on (seed, step), so any number of ranks in either framework sees the same global
+batch, and the position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAIN_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens ``uint16[n]`` in 0 ... 256 (bytes, and 256 between files), of which the first ``train_size`` train."""
+    """Tokens ``uint16[n]`` in 0 ... 256 (bytes, and 256 between files); the first ``train_size`` are for training."""
 
     tokens: np.ndarray
     train_size: int
@@ -33,7 +33,7 @@ class Corpus:
 
     @staticmethod
     def of_files(files: list[Path]) -> Corpus:
-        """The files' bytes in the given order. Raises ``ValueError`` when there is no text in them."""
+        """The files' bytes in the given order. Raises ``ValueError`` if they contain too little text."""
         parts: list[np.ndarray] = []
         for file in files:
             if parts:
@@ -52,10 +52,10 @@ class Corpus:
     def of_standard_library() -> Corpus:
         """The top-level ``*.py`` files of the running interpreter's standard library, sorted by name.
 
-        Raises ``ValueError`` for an interpreter that ships its library without sources (a zipped one, say).
+        Raises ``ValueError`` for an interpreter that ships its library without sources, such as a zipped one.
         """
         folder = Path(sysconfig.get_paths()["stdlib"])
-        # Debian links sitecustomize.py to a file in /etc, which need not be there.
+        # Debian links sitecustomize.py to a file in /etc, which may be missing.
         files = sorted(file for file in folder.glob("*.py") if file.is_file())
         if not files:
             raise ValueError(f"expected the standard library's source files in {folder}, found none")
@@ -64,8 +64,8 @@ class Corpus:
     def global_batch(self, *, seed: int, step: int, batch: int, length: int) -> np.ndarray:
         """Windows ``int32[batch, length + 1]`` of the train split: inputs ``[:, :-1]``, targets ``[:, 1:]``.
 
-        Philox (Salmon et al., SC 2011) is counter-based: keyed by ``(seed, step)`` it gives every step its own
-        stream without running through the earlier ones.
+        Philox (Salmon et al., SC 2011) is counter-based: with the key ``(seed, step)`` every step has its own
+        stream, without running through the earlier ones.
         """
         if self.train_size <= length + 1:
             raise ValueError(

@@ -1,6 +1,6 @@
 """One JAX leg of a relay: load, shard, train, save. One process.
 
-Its devices are simulated where ``JAX_PLATFORMS`` is unset or ``cpu``; set it to run on an accelerator's.
+Its devices are simulated if ``JAX_PLATFORMS`` is unset or ``cpu``; set it to run on the devices of an accelerator.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(job: Job) -> None:
 
 
 def rehearse(job: Job) -> None:
-    """Plan the leg and trace its gradients, which allocates and compiles nothing."""
+    """Plan the leg and trace its gradients; this allocates and compiles nothing."""
     plan = _plan(job)
     weights = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((job.data.batch, job.data.length + 1), "int32")
@@ -89,7 +89,7 @@ def _plan(job: Job) -> ShardingPlan:
 
 def _norms(plan: ShardingPlan, state: TrainState, mapping: MappingTable, *, with_moments: bool) -> Norms:
     kinds = [state.weights]
-    # Moments in low precision are too coarse to be compared.
+    # Low-precision moments are too coarse to compare.
     if with_moments:
         kinds += [state.opt_state.mu, state.opt_state.nu]
     named = zip(KINDS, kinds, strict=False)

@@ -1,7 +1,7 @@
 """The files between the relay and a leg's processes: a job file, a metrics file, an error file.
 
 <leg folder>/job.json         written by the relay
-<leg folder>/metrics.jsonl    one line a step (loss, norms of the state), appended by rank 0 as it goes
+<leg folder>/metrics.jsonl    one line per step (loss, norms of the state), appended by rank 0 during the run
 <leg folder>/memory.json      bytes at rest by kind after the last step, of rank 0 or of each device
 <leg folder>/error-rank<k>    the error that ended rank k, if one did
 <leg folder>/checkpoint       the state after the last step
@@ -53,7 +53,7 @@ class Job:
 
     def write(self) -> Path:
         """Create the leg's folder and its job file; returns the file's path."""
-        # Raises for a folder that is there: a second leg must not append to its metrics.
+        # Raises if the folder exists: a second leg must not append to the first one's metrics.
         self.folder.mkdir(parents=True)
         path = self.folder / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(self), default=str, indent=1), encoding="utf-8")
@@ -73,7 +73,7 @@ class Job:
 
 
 def train_state(job: Job, corpus: Corpus, step: int) -> dict[str, Any]:
-    """The ``train`` tree of a checkpoint after ``step`` steps: the next batch to see is number ``position``."""
+    """The ``train`` tree of a checkpoint after ``step`` steps: the next batch is number ``position``."""
     return {
         "step": step,
         "data": {
@@ -106,15 +106,15 @@ def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
 
 
 class Metrics:
-    """Appends a line a step to the metrics file: the loss, and the norms of the state after the step."""
+    """Appends one line per step to the metrics file: the loss, and the norms of the state after the step."""
 
     def __init__(self, job: Job) -> None:
         self._file = job.metrics.open("a", encoding="utf-8")
 
     def add(self, step: int, loss: float, norms: Norms) -> None:
         self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
-        # The relay follows the file, and a rank that is killed must not take its last steps with
-        # it.
+        # The relay follows the file, and the last steps must not be lost if the rank is
+        # killed.
         self._file.flush()
 
 
@@ -125,7 +125,7 @@ def write_memory(job: Job, report: Any) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file, oldest first; a file that is not there yet has none."""
+    """All complete lines of a metrics file, oldest first; none if the file does not exist yet."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

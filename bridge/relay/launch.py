@@ -1,4 +1,4 @@
-"""Start a leg's processes, follow their metrics, and stop them with their own error when they fail."""
+"""Start a leg's processes, follow their metrics, and report their own error if they fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import BinaryIO
 from bridge.relay.job import REHEARSE, Job, read_metrics
 from bridge.relay.lifetime import parent_variables
 
-# Short beside the shortest step, long beside reading a file of a thousand lines.
+# Short compared to the shortest step, long compared to reading a file of a thousand lines.
 POLL_SECONDS = 0.2
 # A first step compiles for minutes on one core; a deadlock never ends.
 STALL_SECONDS = 900.0
@@ -25,7 +25,7 @@ REHEARSE_SECONDS = 600.0
 STOP_SECONDS = 45.0
 OUTPUT = "output.log"
 
-# Is told a step's number and its loss.
+# Gets a step's number and its loss.
 OnStep = Callable[[int, float], None]
 
 
@@ -35,7 +35,7 @@ class LegError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reference:
-    """A run on one process that never hops. ``repeat``: a repeat's number; its rows are in another order. Else 0."""
+    """A run on one process that never hops. ``repeat``: the number of a repeat, whose rows are reordered; else 0."""
 
     job: Job
     dtype: str = "float32"
@@ -70,7 +70,7 @@ def _file_of(job: Job) -> Path:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """A leg's environment, with the machine's cores shared out over its rank processes."""
+    """A leg's environment, with the machine's cores divided among its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {**os.environ, **parent_variables()}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
@@ -83,7 +83,7 @@ def environment(processes: int) -> dict[str, str]:
 def run_leg(job: Job, on_step: OnStep) -> float:
     """Run the job's processes to their end; returns wall seconds. ``on_step(step, loss)`` follows each new step.
 
-    Raises ``LegError`` with the leg's own error when it fails, or when no step ends in ``STALL_SECONDS``.
+    Raises ``LegError`` with the leg's own error if it fails, or if no step ends within ``STALL_SECONDS``.
     """
     job.write()
     started = time.perf_counter()
@@ -98,7 +98,7 @@ def run_references(
 ) -> Iterator[float]:
     """Run the references in one process; yields the wall seconds of each at its end.
 
-    ``on_step`` is asked for each reference at its start. Raises ``LegError`` as ``run_leg`` does.
+    ``on_step`` is called for each reference at its start. Raises ``LegError`` as ``run_leg`` does.
     """
     for reference in references:
         reference.job.write()
@@ -115,7 +115,7 @@ def run_references(
 
 @contextmanager
 def _run_process(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, which has ended or is stopped at the end; its output goes to the job's folder."""
+    """A process that has ended, or is stopped, when the context closes; its output goes to the job's folder."""
     with (job.folder / OUTPUT).open("wb") as output:
         process = _start(command, processes, output)
         try:
@@ -127,7 +127,7 @@ def _run_process(command: Sequence[str], job: Job, processes: int) -> Iterator[s
 
 
 def _start(command: Sequence[str], processes: int, output: BinaryIO) -> subprocess.Popen[bytes]:
-    """A process in a session of its own: it is stopped as a group, and Ctrl-C reaches the relay alone."""
+    """A process in its own session: it is stopped as a group, and Ctrl-C reaches only the relay."""
     return subprocess.Popen(
         command,
         env=environment(processes),
@@ -143,7 +143,7 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
 
     None for a leg that can start. Each framework rehearses its own legs. Raises ``LegError`` when it cannot rehearse.
     """
-    # A process makes its simulated devices once, so its first leg must need the most.
+    # A process creates its simulated devices once, so the first leg must need the most.
     ordered = sorted(jobs, key=lambda job: -job.leg.ranks)
     by_framework = {
         framework: [job for job in ordered if job.leg.framework == framework]
@@ -163,7 +163,7 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
                 status = process.wait(REHEARSE_SECONDS)
             except subprocess.TimeoutExpired:
                 raise LegError(
-                    f"{first.leg.framework}: expected a rehearsal to be done in {REHEARSE_SECONDS:.0f} s, it was not"
+                    f"{first.leg.framework}: expected the rehearsal to end within {REHEARSE_SECONDS:.0f} s, it did not"
                 ) from None
             if status:
                 raise LegError(f"{first.leg.framework}: {_own_error(first, status, first.folder / OUTPUT)}")
@@ -178,7 +178,7 @@ def _rehearsal_error(job: Job) -> str | None:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the leg and its ranks; torchrun's workers have sessions of their own, so torchrun must pass the signal on.
 
-    Where torchrun has ended already, its workers end by themselves: see ``lifetime``.
+    If torchrun has already ended, its workers end on their own: see ``lifetime``.
     """
     if process.poll() is not None:
         return
@@ -191,7 +191,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _follow(process: subprocess.Popen[bytes], job: Job, on_step: OnStep) -> None:
-    """Until the process has ended, or the job is done."""
+    """Return when the process has ended, or the job is done."""
     seen, last = 0, time.monotonic()
     while True:
         ended = process.poll() is not None or job.done.exists()
@@ -203,12 +203,12 @@ def _follow(process: subprocess.Popen[bytes], job: Job, on_step: OnStep) -> None
         if ended:
             return
         if time.monotonic() - last > STALL_SECONDS:
-            raise LegError(f"no step ended in {STALL_SECONDS:.0f} s; its output is in {job.folder}")
+            raise LegError(f"no step ended within {STALL_SECONDS:.0f} s; the output is in {job.folder}")
         time.sleep(POLL_SECONDS)
 
 
 def _require_success(process: subprocess.Popen[bytes], job: Job, first: Job) -> None:
-    """``first``: the job in whose folder the process's output is."""
+    """``first``: the job whose folder contains the process's output."""
     if process.wait():
         raise LegError(_own_error(job, process.returncode, first.folder / OUTPUT))
 
@@ -216,7 +216,7 @@ def _require_success(process: subprocess.Popen[bytes], job: Job, first: Job) -> 
 def _own_error(job: Job, status: int, log: Path) -> str:
     reports = sorted(job.folder.glob("error-rank*"))
     if reports:
-        # Ranks that lose a peer also fail, but later: the oldest report has the cause.
+        # Ranks that lose a peer also fail, but later: the oldest report contains the cause.
         first = min(reports, key=lambda path: path.stat().st_mtime_ns)
         return f"{first.name.removeprefix('error-')}: {_summary(first)} (full text in {first})"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]

@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, even when that one is killed.
+"""Processes that end with the process that started them, even if that process is killed.
 
 A killed parent cannot stop its children, and the terminal's signals do not reach a leg in a session of its own. Linux
 can send a signal to the child: the starting process puts its id into ``TWINSHARD_PARENT``, and the child requests the
@@ -35,10 +35,10 @@ def end_with_parent(number: signal.Signals) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # After the request: a parent that ended in between is seen here, one that ends later sends the
-    # signal.
+    # After the request: a parent that ended in between is detected here, and a parent that ends later
+    # sends the signal.
     if os.getppid() != int(parent):
-        raise RuntimeError(f"expected process {parent}, which started this one, to run, but it has ended")
+        raise RuntimeError(f"expected process {parent}, which started this process, to run, but it has ended")
 
 
 if __name__ == "__main__":

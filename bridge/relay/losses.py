@@ -1,8 +1,8 @@
-"""The losses of a relay against the uninterrupted run's: are they the same experiment (``bridge.parity.curves``)?
+"""The losses of a relay and of the uninterrupted run: are they the same experiment (``bridge.parity.curves``)?
 
-Seeds, data and initial weights are one, so runs may differ by rounding only. What rounding does to the losses is
-estimated from repeats of the fp32 reference that differ in nothing else. Without repeats each step is held against a
-tolerance, as are steps from the first leg on that is coarser than fp32, which no repeat in fp32 speaks for.
+Seeds, data and initial weights are equal, so the runs may differ only by rounding. Repeats of the fp32 reference that
+differ in nothing else show what rounding does to the losses. Without repeats each step is compared with a tolerance.
+The same holds for steps from the first leg on that is coarser than fp32, because fp32 repeats cannot represent them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bridge.parity.curves.verdict import Departure
 FP32_TOLERANCE = 1e-5
 # Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
 BF16_TOLERANCE = 1e-2
-# Of weights that are gathered in float8, and of moments that are stored in it: five times what `twinshard relay float8`
-# measured.
+# For weights that are gathered in float8, and for moments that are stored in it: five times what `twinshard relay
+# float8` measured.
 FLOAT8_TOLERANCE = 2e-2
-# A loss is one fp32 number: distances below one rounding of it say nothing.
+# A loss is one fp32 number: distances below one rounding of the loss say nothing.
 ROUNDING = 2.0**-23
 ALPHA = 0.01
-"""Probability that the band of repeats calls a right relay wrong, over all its steps."""
+"""Probability that the band of repeats rejects a correct relay, over all its steps."""
 
 
 def tolerance_of(precision: str) -> float:
-    """Of the losses of a leg with this word of ``Leg.precision_words``."""
+    """The tolerance for the losses of a leg with this word of ``Leg.precision_words``."""
     return FLOAT8_TOLERANCE if precision.startswith(("float8", "mxfp8")) else BF16_TOLERANCE
 
 
@@ -38,8 +38,8 @@ def tolerance_of(precision: str) -> float:
 class LossCurves:
     """Reports of ``compare_series``, the reference as A and the relay as B; None for a part without steps.
 
-    fp32: the steps before the first leg that is coarser than fp32. low: those from there on. repeats: of the reference,
-    besides itself.
+    fp32: the steps before the first leg that is coarser than fp32. low: the steps from this leg on. repeats: the number
+    of repeats of the reference.
     """
 
     fp32: CurvesReport | None
@@ -52,7 +52,7 @@ class LossCurves:
 
     @property
     def departures(self) -> list[Departure]:
-        """In order of their steps; none if the relay and the reference are the same experiment."""
+        """All departures in the order of their steps; none if the relay and the reference are the same experiment."""
         return [departure for report in self.reports for departure in report.departures]
 
     @property
@@ -70,7 +70,7 @@ class LossCurves:
         return f"from {min(starts)}" if starts else "same"
 
     def summary(self) -> str:
-        """The verdict and what it rests on."""
+        """The verdict and its basis."""
         lines = [f"Losses of relay and fp32 reference: {self.verdict}; {self._grounds()}."]
         if self.fp32 is not None and self.fp32.growth is not None:
             lines.append(self.fp32.growth.summary())
@@ -80,11 +80,11 @@ class LossCurves:
         noise = None if self.fp32 is None else self.fp32.noise
         if noise is not None:
             grounds = [
-                f"band of {self.repeats} repeats that differ in rounding only: {noise.band:.1e} (median), "
+                f"band of {self.repeats} repeats that differ only in rounding: {noise.band:.1e} (median), "
                 f"{noise.critical:.1f} standard errors, p = {noise.p:.2g}, false alarms at most {noise.alpha:g}"
             ]
         else:
-            grounds = [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, as nothing was repeated"]
+            grounds = [] if self.fp32 is None else [f"tolerance {self.fp32.rtol:g}, as no run was repeated"]
         if self.low is not None:
             grounds.append(f"tolerance {self.low.rtol:g} from the first leg on that is coarser than fp32")
         return "; ".join(grounds)
@@ -99,7 +99,7 @@ def compare_losses(
 ) -> LossCurves:
     """Compare the losses of the steps 0, 1, ... of a relay whose legs are in fp32 before the step ``split``.
 
-    low_tolerance: of the steps from there on.
+    low_tolerance: for the steps from ``split`` on.
     """
     runs = [
         ("reference", reference),

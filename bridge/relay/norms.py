@@ -1,8 +1,8 @@
-"""Norms of a run's weights and Adam moments after each step, and where they depart from a run that is right.
+"""Norms of a run's weights and Adam moments after each step, and where they depart from a correct run.
 
-A loss is one number, and near the initial weights it hardly depends on much of a model. A gradient with a fault shows
-in the moments of the parameter that it belongs to, before it shows in a loss: the first moment is a mean of gradients,
-the second of their squares. A norm is the same however a parameter is sharded.
+A loss is one number, and near the initial weights it hardly depends on many parts of a model. A wrong gradient shows in
+the moments of its parameter before it shows in a loss: the first moment is a mean of gradients, the second a mean of
+their squares. A norm does not depend on how a parameter is sharded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Norms = Mapping[str, Mapping[str, float]]
 KINDS = ("weights", "first moments", "second moments")
 
 NORM_CLOSENESS = 10.0
-"""How many times farther from the fp32 reference a norm may be than the references' norms of its kind have been apart.
+"""How many times farther from the fp32 reference a norm may be than the references' norms of its kind were apart.
 
 Legs without a fault were at most 0.76 times as far (`quick` and `default`).
 """
 
 LEAST = 2.0**-23
-"""Distances of norms below one rounding in fp32 say nothing."""
+"""Distances of norms below one fp32 rounding say nothing."""
 
 
 @dataclass(frozen=True)
 class Far:
-    """One norm that is farther from the reference's than allowed, both relatively."""
+    """One norm that is farther from the reference's than allowed; both numbers are relative."""
 
     kind: str
     name: str
@@ -43,14 +43,14 @@ class Far:
 
 @dataclass(frozen=True)
 class Departure:
-    """The first step at which norms depart from the reference, and all that do, the farthest first."""
+    """The first step at which norms depart from the reference, and all norms that do, the farthest first."""
 
     step: int
     norms: tuple[Far, ...]
 
 
 def in_torch_names(norms: Mapping[str, float], mapping: MappingTable) -> dict[str, float]:
-    """Norms by a JAX parameter's path as norms by the torch parameter that it is, or is a part of.
+    """Norms by a JAX parameter's path, renamed to the torch parameter that it is, or is a part of.
 
     Raises KeyError for a path that the mapping does not know.
     """
@@ -71,7 +71,7 @@ def _torch_name(path: str, mapping: MappingTable) -> str:
 
 
 def distances(norms: Norms, reference: Norms) -> dict[str, dict[str, float]]:
-    """``|a - b| / b`` of each norm; infinite for NaN, for 0 against another, and for a name that one side lacks."""
+    """``|a - b| / b`` of each norm; infinite for NaN, for 0 against another norm and for a name that one side lacks."""
     return {
         norm_kind: {
             name: _distance(norms.get(norm_kind, {}).get(name), reference.get(norm_kind, {}).get(name))

@@ -1,9 +1,9 @@
 """Run a relay: references, legs and the conversions between them, into one run folder.
 
 <out>/reference-float32, -float64        the uninterrupted runs
-<out>/repeat1, ...                       repeats of the fp32 one
+<out>/repeat1, ...                       repeats of the fp32 run
 <out>/start/checkpoint                   the initial state (DCP)
-<out>/leg1-torch/checkpoint              what leg 1 saved (DCP)
+<out>/leg1-torch/checkpoint              the state after leg 1 (DCP)
 <out>/hop2-orbax                         the same state converted (Orbax), where leg 2 starts
 ...
 <out>/report.json, relay.png
@@ -40,14 +40,14 @@ FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
 
 
 class Measured(NamedTuple):
-    """What a run wrote about each of its steps."""
+    """The measurements of each step of a run."""
 
     losses: tuple[float, ...]
     norms: tuple[Norms, ...]
 
 
 class RelayError(RuntimeError):
-    """A relay stopped; the text says at which leg and with that leg's own error."""
+    """A relay stopped; the text names the leg and contains the leg's own error."""
 
 
 def run(config: RelayConfig, out: Path, console: Console | None = None) -> RelayReport:
@@ -105,13 +105,13 @@ def _require_frameworks(config: RelayConfig) -> None:
 
 
 def _unfit(number: int, leg: Leg, error: str) -> Exception:
-    """The error to raise for a leg whose rehearsal ended with the error ``found``."""
+    """The error to raise for a leg whose rehearsal ended with ``error``."""
     source = leg.sharding.source
     if source in error:
         return ConfigError(f"leg {number} ({leg.title}): {error}")
     if error.startswith("ValueError: "):
         return ConfigError(f"leg {number} ({leg.title}): {source}: {error}")
-    # Other errors come from a framework or from a bug of Twinshard, and the policy need not be the reason.
+    # Other errors come from a framework or from a bug in Twinshard, and the policy may not be the reason.
     return RelayError(f"leg {number} ({leg.title}): the rehearsal under policy {source} raised {error}")
 
 
@@ -143,7 +143,7 @@ class _Runner:
         self.config, self.out, self.progress = config, out, progress
 
     def rehearse(self) -> None:
-        """Find an impossible policy at the start, and not when its leg's turn comes."""
+        """Find an impossible policy at the start, not when its leg begins."""
         _, done = self._start("rehearsal of the legs", 1)
         started = time.perf_counter()
         legs = list(enumerate(self.config.legs, 1))
@@ -159,7 +159,7 @@ class _Runner:
         done(f"{time.perf_counter() - started:.1f} s")
 
     def references(self) -> tuple[Path, list[Measured]]:
-        """The initial checkpoint, and what the fp32 reference, the fp64 reference and the repeats measured."""
+        """The initial checkpoint, and the measurements of the fp32 reference, the fp64 reference and the repeats."""
         config = self.config
         start = self._job("start", Leg("torch", 1, "no_shard", steps=1), None)
         start = replace(start, destination=start.folder / "checkpoint")
@@ -192,7 +192,7 @@ class _Runner:
         ]
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
-        """All legs in order, each from the one before it."""
+        """All legs in order, each starting from the previous one."""
         results: list[LegResult] = []
         held, first = "dcp", 0
         for number, leg in enumerate(self.config.legs, 1):
@@ -234,7 +234,7 @@ class _Runner:
         return seconds
 
     def _follow_steps(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
-        """What shows each step of a run, and its end with a note."""
+        """A function that shows each step of a run, and a function that shows its end with a note."""
         task, done = self._start(title, steps)
 
         def on_step(step: int, loss: float) -> None:

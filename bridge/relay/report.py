@@ -1,4 +1,4 @@
-"""The result of a relay: what each leg and hop measured, the verdict, and its JSON and table forms."""
+"""The result of a relay: the measurements of each leg and hop, the verdict, and its JSON and table forms."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from bridge.relay.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_lo
 from bridge.relay.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 
 VERSION = 1
-"""Of the report as JSON; see `JSON_VERSION` of the commands."""
-# Right relays had ratios from 0.67 to 1.11: the last bits depend on the CPU and the order of sums.
+"""Version of the report's JSON; see `JSON_VERSION` of the commands."""
+# Correct relays had ratios from 0.67 to 1.11: the last bits depend on the CPU and the order of sums.
 CLOSENESS = 3.0
-# Norms named in a failure, of all that depart in the step.
+# Norms that a failure names, out of all that depart in the step.
 NAMED = 3
 
 
@@ -28,7 +28,7 @@ class Hop:
     """One conversion between two legs; sizes in bytes.
 
     ``max_ulp``: the largest distance over all ``tensors``. ``same``: no bit differs, and no tensor is missing, extra or
-    of another shape or dtype.
+    has another shape or dtype.
     """
 
     source: str
@@ -45,7 +45,7 @@ class Hop:
 class LegResult:
     """One leg's losses, one per step, and its results. ``hop``: the conversion that made its start state.
 
-    precision: what is coarser than float32, see ``Leg.precision_words``. norms: of the state after each step.
+    precision: the parts coarser than float32, see ``Leg.precision_words``. norms: of the state after each step.
     """
 
     title: str
@@ -69,7 +69,7 @@ class RelayReport(Viewed):
     """Everything a relay measured. Losses are means over the global batch, before the step's update.
 
     norms_fp32, norms_fp64: of the references' states after each step. repeats: losses of repeats of the fp32 reference
-    that differ from it in rounding only.
+    that differ from it only in rounding.
     """
 
     config: RelayConfig
@@ -86,7 +86,7 @@ class RelayReport(Viewed):
         return [loss for leg in self.legs for loss in leg.losses]
 
     def differences(self, which: str) -> list[float]:
-        """Relative loss difference a step: ``relay_fp32``, ``relay_fp64`` or ``fp32_fp64`` (reference to reference)."""
+        """Relative loss difference by step: ``relay_fp32``, ``relay_fp64`` or ``fp32_fp64`` (between references)."""
         fp32, fp64 = list(self.reference_fp32), list(self.reference_fp64)
         pairs = {
             "relay_fp32": (self.losses, fp32),
@@ -101,13 +101,13 @@ class RelayReport(Viewed):
 
     @property
     def low_from(self) -> int:
-        """The first step of the first leg that is coarser than fp32; the number of steps where there is none."""
+        """The first step of the first leg that is coarser than fp32; the number of steps if there is no such leg."""
         low = [leg.first_step for leg in self.legs if leg.precision]
         return min(low, default=len(self.losses))
 
     @property
     def low_tolerance(self) -> float:
-        """Of the losses from there on: the largest that one of the legs needs."""
+        """The tolerance for the losses from there on: the largest that a leg needs."""
         return max(
             (tolerance_of(word) for leg in self.legs for word in leg.precision), default=FP32_TOLERANCE
         )
@@ -130,17 +130,17 @@ class RelayReport(Viewed):
         """The promises of the relay that this run broke; empty when all held.
 
         State must cross every hop bit for bit. An all-fp32 relay must stay within ``FP32_TOLERANCE`` of the fp32
-        reference at every step, and its largest distance from float64 over that reference's must lie between
-        ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound holds too, since a relay much closer to float64 than the
-        fp32 reference did not compute in fp32. From the first leg on that is coarser than fp32 the relay must stay
-        within ``low_tolerance`` of the fp32 reference. Where the reference was repeated, the losses must stay in the
-        band of the repeats before that leg. The references must differ from each other, or one of them was not computed
-        in its precision. Before the first coarser leg, the norm of each parameter and of each of its moments
-        must stay as close to the fp32 reference's as ``norms.tolerances`` says.
+        reference at every step, and its largest distance from float64, divided by the reference's, must be between
+        ``1 / CLOSENESS`` and ``CLOSENESS``. The lower bound is needed, since a relay much closer to float64 than the
+        fp32 reference did not compute in fp32. From the first leg on that is coarser than fp32, the relay must stay
+        within ``low_tolerance`` of the fp32 reference. If the reference was repeated, the losses before that leg must
+        stay in the band of the repeats. The references must differ from each other, otherwise one of them was not
+        computed in its precision. Before the first coarser leg, the norm of each parameter and of each of its moments
+        must stay as close to the fp32 reference's as ``norms.tolerances`` requires.
         """
         failures = [
-            f"hop to leg {n}: expected the same {leg.hop.tensors} tensors to the bit on both sides, got "
-            f"{leg.hop.max_ulp} ULP{'' if leg.hop.max_ulp else ' but other tensors'}"
+            f"hop to leg {n}: expected the same {leg.hop.tensors} tensors bit for bit on both sides, got "
+            f"{leg.hop.max_ulp} ULP{'' if leg.hop.max_ulp else ' but different tensors'}"
             for n, leg in enumerate(self.legs, 1)
             if leg.hop is not None and not (leg.hop.same and leg.hop.max_ulp == 0)
         ]
@@ -158,7 +158,7 @@ class RelayReport(Viewed):
             if worst > tolerance:
                 step = start + next(k for k, difference in enumerate(part) if difference > tolerance)
                 failures.append(
-                    f"loss: expected within {tolerance:g} of the fp32 reference, got {worst:.2e}, first beyond at "
+                    f"loss: expected within {tolerance:g} of the fp32 reference, got {worst:.2e}, first exceeded at "
                     f"step {step} ({self._leg_of(step)})"
                 )
         fp32 = self.curves().fp32
@@ -166,8 +166,8 @@ class RelayReport(Viewed):
             beyond := [stretch for stretch in fp32.departures if stretch.kind == "band"]
         ):
             failures.append(
-                f"loss: expected in the band of the repeats of the fp32 reference, got beyond it from step "
-                f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by {beyond[0].largest:+.1e} of the loss at most"
+                f"loss: expected within the band of the fp32 reference's repeats, got outside from step "
+                f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by at most {beyond[0].largest:+.1e} of the loss"
             )
         if (departure := self.departure) is not None:
             failures.append(self._departure_text(departure))
@@ -196,7 +196,7 @@ class RelayReport(Viewed):
         return tolerances(self.norms_fp32, self.norms_fp64)
 
     def largest_norm_differences(self) -> list[dict[str, float]]:
-        """For each leg and kind that it tells of, the largest relative distance of a norm from the fp32 reference's."""
+        """For each leg and kind that it covers, the largest relative distance of a norm from the fp32 reference's."""
         largest = []
         for leg in self.legs:
             reference = self.norms_fp32[leg.first_step : leg.first_step + len(leg.norms)]
@@ -224,7 +224,7 @@ class RelayReport(Viewed):
 
     @property
     def closeness(self) -> float:
-        """Largest distance to float64 of the relay over that of the fp32 reference, both at least ``ROUNDING``."""
+        """Largest distance to float64 of the relay over the fp32 reference's, both at least ``ROUNDING``."""
         relay, reference = (max(ROUNDING, *self.differences(name)) for name in ("relay_fp64", "fp32_fp64"))
         return relay / reference
 
@@ -261,7 +261,7 @@ class RelayReport(Viewed):
         path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
 
     def table(self) -> list[tuple[str, ...]]:
-        """A heading and one row a leg: steps, losses, largest differences in the leg, its hop, sizes and seconds."""
+        """A heading and one row per leg: steps, losses, largest differences in the leg, its hop, sizes and seconds."""
         heading = (
             "leg",
             "steps",

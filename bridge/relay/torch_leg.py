@@ -20,7 +20,7 @@ from torch_impl.parallel.cuts import plan_cuts
 def run(job: Job) -> None:
     world = int(os.environ["WORLD_SIZE"])
     if world != job.leg.ranks:
-        # Before they form a group: a rank that raises earlier than another one breaks its connections.
+        # Before they form a group: a rank that raises earlier than another rank breaks the other's connections.
         raise ValueError(
             f"expected {job.leg.ranks} ranks as the relay file says, got {world} from the launcher"
         )
@@ -41,7 +41,7 @@ def _train(job: Job, device: torch.device) -> None:
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)
     sharding = leg.sharding
-    # Ranks of model axes, which are innermost, have the same rows.
+    # Ranks along model axes, which are innermost, get the same rows.
     alike = world // sharding.data_ranks(world)
     sharded = cast(FSDPModule, ShardingPolicy.parse(sharding.text, sharding.source).apply(model))
     moments = getattr(torch, leg.moments)
@@ -69,7 +69,7 @@ def _train(job: Job, device: torch.device) -> None:
             mean += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        # In float64: the mean of the ranks' losses is then no rounding of its own.
+        # In float64, so that the mean of the ranks' losses adds no rounding.
         dist.all_reduce(mean)
         norms = state_norms(model, optimizer, with_moments=leg.moments == "float32")
         if metrics is not None:
@@ -81,14 +81,14 @@ def _train(job: Job, device: torch.device) -> None:
 
 
 def rehearse(job: Job) -> None:
-    """Shard the leg's model by its policy, on one rank instead of many, and run it over two tokens and back."""
+    """Shard the leg's model by its policy, on one rank instead of many, and run it forward and back on two tokens."""
     sharding = job.leg.sharding
     policy = ShardingPolicy.parse(sharding.text, sharding.source)
     sizes = policy.mesh_sizes(job.leg.ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = Decoder(DecoderConfig(**vars(job.model)))
-        # One rank can be cut into nothing, so what the model axes would cut is checked apart.
+        # With one rank nothing is cut, so the cuts of the model axes are checked separately.
         plan_cuts(policy, model, sizes)
         replace(policy, mesh=dict.fromkeys(policy.mesh, 1)).apply(model)
         tokens = torch.zeros(1, 3, dtype=torch.long)
@@ -99,6 +99,6 @@ def rehearse(job: Job) -> None:
 
 if __name__ == "__main__":
     main(run, rehearse, rank=int(os.environ.get("RANK", "0")))
-    # All files are written. Torch can abort while the interpreter shuts down: gloo's threads may outlive their group,
-    # which DTensor's caches keep alive, and ask for the interpreter lock too late.
+    # All files are written. Torch can abort during interpreter shutdown: gloo's threads may outlive their group, which
+    # DTensor's caches keep alive, and request the interpreter lock too late.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Norms of a torch run's weights and moments, sharded or not; apart, since JAX's legs read `norms` without torch."""
+"""Norms of a torch run's weights and moments, sharded or not; separate, since JAX legs read `norms` without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def state_norms(
 ) -> dict[str, dict[str, float]]:
     """The norms of whole parameters and of their moments after a step, in float64. Collective.
 
-    ``with_moments``: not of those that are stored in low precision, which are too coarse to be compared.
+    ``with_moments``: False leaves out moments that are stored in low precision, which are too coarse to compare.
     """
     named = dict(model.named_parameters())
     kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}

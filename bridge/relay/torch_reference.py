@@ -1,9 +1,9 @@
 """The uninterrupted reference: one process, plain torch, no sharding and no hops, in fp32 or float64.
 
-A repeat takes the rows of each global batch in another order. Losses and gradients are means over the rows, so only
+A repeat processes the rows of each global batch in another order. Losses and gradients are means over the rows, so only
 rounding differs.
 
-Without a source it writes the initial checkpoint of the relay instead: fresh weights, zero moments, step 0.
+Without a source, the file writes the initial checkpoint of the relay instead: fresh weights, zero moments, step 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adamw(model: Decoder, job: Job) -> torch.optim.AdamW:
 
 
 def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
-    """The reference, or the repeat of this number."""
+    """Run the reference, or the repeat with this number."""
     corpus = Corpus.of_standard_library()
     model, optimizer = build(job)
     if job.source is None:
@@ -59,8 +59,8 @@ def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
         if repeat:
-            # Keyed by both, so that each repeat has another order in each step, and the same in a
-            # second relay.
+            # Keyed by both, so that each repeat has another order in each step, and a second relay the
+            # same orders.
             rows = np.random.default_rng([repeat, step]).permutation(rows)
         batch = torch.from_numpy(rows).long()
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
@@ -71,7 +71,7 @@ def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    # One process runs them all: importing torch takes longer than a short reference.
+    # One process runs them all, because importing torch takes longer than a short reference.
     for file, dtype, number in zip(*(iter(sys.argv[1:]),) * 3, strict=True):
         mine = Job.read(file)
         with report_errors(mine.folder, rank=0):

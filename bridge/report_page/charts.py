@@ -1,4 +1,4 @@
-"""Charts of matplotlib inside of a page, in the page's colours."""
+"""Charts of matplotlib inside a page, in the page's colours."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _VARIABLES = {
 
 
 def inline_svg(figure: Figure, caption: str, tips: Mapping[str, Sequence[str]] | None = None) -> Markup:
-    """``figure`` as an element of a page; ``caption`` says what it shows to those who cannot see it.
+    """``figure`` as an element of a page; ``caption`` is the text for people who cannot see it.
 
-    tips: by the ``gid`` of a line with markers, what each of the markers says under the mouse.
+    tips: the tooltips of the markers of each line, by the line's ``gid``.
     """
     root = ElementTree.fromstring(_drawn(figure, caption))
     for group in root.iter(f"{SVG}g"):
@@ -57,16 +57,16 @@ def _drawn(figure: Figure, caption: str) -> str:
 
     written = io.StringIO()
     # Letters as shapes: a browser's own font would be wider than the room that a figure leaves for a
-    # label. The salt makes equal pages of equal figures.
+    # label. With a fixed salt, equal figures make equal pages.
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": caption}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return written.getvalue()
 
 
 def _make_inline(element: ElementTree.Element) -> None:
-    """Without name spaces, which HTML does not have, and with attributes for what ``style`` says.
+    """Remove namespaces, which HTML does not have, and turn ``style`` into attributes.
 
-    The page's policy applies no ``style``.
+    The page's policy ignores ``style``.
     """
     element.tag = element.tag.removeprefix(SVG)
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
@@ -76,7 +76,7 @@ def _make_inline(element: ElementTree.Element) -> None:
     for name, value in attributes.items():
         if value in _VARIABLES:
             attributes[name] = f"var(--{_VARIABLES[value]})"
-    # Shapes of letters have no colour, which is black.
+    # Letters drawn as shapes have no colour attribute, which means black.
     if element.tag == "g" and attributes.get("id", "").startswith("text_"):
         attributes.setdefault("fill", "var(--ink)")
     element.attrib.clear()

@@ -17,9 +17,9 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that ``template`` of the folder ``templates`` makes of ``values``, whole.
+    """The whole page that the ``template`` in folder ``templates`` makes from ``values``.
 
-    Every value is escaped but ``Markup``. A name that a template has and ``values`` have not raises
+    Every value except ``Markup`` is escaped. A name that a template uses and ``values`` lacks raises
     ``jinja2.UndefinedError``.
     """
     return _environment().get_template(template).render(values)

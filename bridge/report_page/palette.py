@@ -1,4 +1,4 @@
-"""The colours of Okabe and Ito, which people with colour blindness tell apart. No chart tells by colour alone."""
+"""The colours of Okabe and Ito, which colour-blind people can distinguish. No chart relies on colour alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GREY: Final = "#999999"
 
 SERIES: Final = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY)
 LIGHT: Final = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILION, GREY)
-"""Light enough for black names."""
+"""Light enough to contrast with black names."""
 
 
 def bar_style(colour: str, hatch: str) -> dict[str, Any]:

@@ -204,7 +204,8 @@ class _OpenedSave:
                     if processes.first:
                         self._own = deepcopy(self._own)
         except BaseException:
-            self._abort()
+            if self._writer is not None:
+                self._writer.abort()
             raise
         self._shared = opened.shared
 
@@ -215,7 +216,11 @@ class _OpenedSave:
         temporary = self.target.with_name(working)
         try:
             with processes.step("write"):
-                _require_equal(self._fingerprint, fingerprint)
+                if self._fingerprint != fingerprint:
+                    raise CheckpointError(
+                        "expected the first process's plan and state on all processes, got other names, shapes, "
+                        "dtypes or shardings on this process"
+                    )
                 part = part or _join(self.target, name, temporary, self._item, processes.index)
                 chunks = Chunks(part, temporary / _SPILLED, processes.index)
                 if self._mapped is None:
@@ -246,10 +251,6 @@ class _OpenedSave:
         mapped = [] if self._mapped is None else self._mapped.fingerprint
         return self._contents.fingerprint + hashlib.sha256(json.dumps(mapped).encode()).hexdigest()
 
-    def _abort(self) -> None:
-        if self._writer is not None:
-            self._writer.abort()
-
 
 def _join(target: Path, name: str, temporary: Path, item: str | None, process: int) -> OrbaxPart:
     if target.name != name or not temporary.is_dir():
@@ -258,14 +259,6 @@ def _join(target: Path, name: str, temporary: Path, item: str | None, process: i
             "process created: give all processes the same path in a shared file system"
         )
     return OrbaxPart(target, temporary / (item or ""), process)
-
-
-def _require_equal(own: str, first: str) -> None:
-    if own != first:
-        raise CheckpointError(
-            "expected the first process's plan and state on all processes, got other names, shapes, dtypes or "
-            "shardings on this process"
-        )
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Contents:
-    """``arrays``: arrays by name (params, opt_state/mu, ...) and key. ``whole``: by name, arrays that every device
-    holds.
+    """``arrays``: by name (params, opt_state/mu, ...) and key. ``whole``: by name, arrays that every device holds.
 
     ``fingerprint``: of names, shapes, dtypes and shardings.
     """

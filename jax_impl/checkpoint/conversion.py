@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bridge.core.formats import Box, CheckpointError, TreePath
+from bridge.core.formats import Box, CheckpointError
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.formats.tensors.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
@@ -41,7 +41,7 @@ class DecodedMoments(TreeReader):
     """A checkpoint as if its moments had been saved in float32. ``kept``: names of the moments that stay unchanged."""
 
     def __init__(self, reader: TreeReader, tree: str, kept: Collection[str] = ()) -> None:
-        self._stored = reader
+        self._stored, self._reader, self._names = reader, reader._reader, reader._names
         self.path, self.format = reader.path, reader.format
         self._scales = scales_of(reader.tensors, tree)
         hidden = {scale for name, scale in self._scales.items() if not _is_of(name, kept)}
@@ -55,14 +55,6 @@ class DecodedMoments(TreeReader):
             for name, info in reader.tensors.items()
             if name not in hidden
         }
-
-    @property
-    def objects(self) -> dict[TreePath, Any]:
-        return self._stored.objects
-
-    @property
-    def key_types(self) -> Mapping[str, str]:
-        return self._stored.key_types
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         values = self._stored.read(name, box)
@@ -188,10 +180,7 @@ def _of_moment(moment: str, tensors: Mapping[str, ShapeDtype]) -> dict[str, Shap
 
 
 def _encoded(
-    plan: ShardingPlan,
-    moment_format: MomentFormat,
-    values: dict[str, Any],
-    count: jax.Array,
+    plan: ShardingPlan, moment_format: MomentFormat, values: dict[str, Any], count: jax.Array
 ) -> tuple[Any, Any]:
     """The two trees of a moment. Consumes ``values``, which have the dtype of the weights."""
     # Muon stores its moments by path.

@@ -299,7 +299,6 @@ def _memory_kinds(plan: ShardingPlan, state: TrainState, like: TrainState | None
 
 
 def _in_the_way(path: TreePath, tensors: Mapping[str, Any]) -> bool:
-    """Whether an object, such as the None of an empty part of a chain, has a path where the plan's next save puts
-    tensors."""
+    """Whether an object, such as the None of an empty part of a chain, is where the plan's next save puts tensors."""
     name = "/".join(map(str, path))
     return any(f"{tensor}/".startswith(f"{name}/") or name.startswith(f"{tensor}/") for tensor in tensors)

@@ -19,8 +19,7 @@ from jax_impl.train_state import TrainState
 
 
 class CheckpointManager(StepManager):
-    """Saves and loads the steps of one run, one directory per step; ``StepManager`` documents the arguments and other
-    methods.
+    """Saves and loads the steps of one run, one directory per step; arguments and other methods as in ``StepManager``.
 
     Example::
 
@@ -72,8 +71,7 @@ class CheckpointManager(StepManager):
     ) -> LoadedCheckpoint:
         """Load the latest complete step, or ``step``; all processes call this.
 
-        ``options``: keywords of ``load_checkpoint``; errors are the same. Raises ``CheckpointError`` if no step is
-        complete.
+        ``options``: of ``load_checkpoint``, with the same errors. Raises ``CheckpointError`` if no step is complete.
         """
         # All together: on a slow file system, a process that sees no step yet would leave the others waiting.
         with Processes(plan.mesh, "load", options.get("timeout", TIMEOUT)).step("prepare") as prepared:

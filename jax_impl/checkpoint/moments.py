@@ -69,8 +69,7 @@ def _shared(part: _Part, stored: _Part) -> dict[str, str]:
     complete = {
         path: own_sources for path, own_sources in by_path.items() if None not in own_sources.values()
     }
-    # Numbers have no path. Bias correction depends on the step count, so the count must belong to exactly these
-    # moments.
+    # Numbers have no path. Bias correction needs the step count of exactly these moments.
     if (_NUMBERS in by_path and _NUMBERS not in complete) or (
         len(by_path) > 1 and complete.keys() == {_NUMBERS}
     ):

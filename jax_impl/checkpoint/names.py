@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from bridge.core.formats import CheckpointError, TreePath
-from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.text import first_of
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import is_key
 
 # Random keys are saved as numbers; the object with this name records their algorithms.
 KEY_IMPLS: TreePath = ("random_key_impls",)
@@ -44,7 +44,10 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
         name = "/".join(parts)
         if located is not None:
             entries.setdefault(name, {})[located[0]] = leaf
-        elif not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not _is_cut(leaf):
+            continue
+        # An array that is sharded over devices in a way that only its optimizer knows.
+        cut = isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not cut:
             entries[name] = leaf
         else:
             raise ValueError(
@@ -52,11 +55,6 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
                 f"on every device, got {leaf.dtype} of shape {leaf.shape}"
             )
     return entries
-
-
-def _is_cut(leaf: Any) -> bool:
-    """Whether an array is sharded over devices in a way that only its optimizer knows."""
-    return isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
 
 
 def parts_of(keys: tuple[Any, ...]) -> list[str]:
@@ -90,10 +88,6 @@ def as_stored(variable: jax.Array) -> jax.Array:
     return jax.random.key_data(variable) if is_key(variable) else variable
 
 
-def is_key(value: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
-
-
 def key_impls(plan: ShardingPlan) -> dict[str, str]:
     """The algorithm of every random key among the model's variables, such as "threefry2x32"."""
     impls: dict[str, str] = {}
@@ -107,14 +101,12 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
     return impls
 
 
-def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: object) -> None:
-    """``saved``: the algorithms that a checkpoint records; for keys that other programs saved, only the size is
-    known."""
-    noted = saved if isinstance(saved, Mapping) else {}
+def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: Mapping[str, object]) -> None:
+    """``saved``: the recorded algorithms; for keys that other programs saved, only the size is known."""
     wrong = [
-        f"variables/{path} (expected {impl}, got {noted[path]})"
+        f"variables/{path} (expected {impl}, got {saved[path]})"
         for path, impl in expected.items()
-        if noted.get(path, impl) != impl
+        if saved.get(path, impl) != impl
     ]
     if wrong:
         raise CheckpointError(
@@ -149,7 +141,7 @@ def train_values(reader: TreeReader) -> dict[str, Any]:
     """The nested dict that was saved."""
     values: dict[str, Any] = {}
     for name, info in reader.tensors.items():
-        if not _is_train(info):
+        if len(info.path) < 2 or info.path[0] != "train":
             continue
         *parents, last = map(str, info.path[1:])
         node = values
@@ -158,7 +150,3 @@ def train_values(reader: TreeReader) -> dict[str, Any]:
         array = reader.read(name)
         node[last] = int(array) if array.ndim == 0 and array.dtype.kind in "iu" else array
     return values
-
-
-def _is_train(info: TensorInfo) -> bool:
-    return len(info.path) > 1 and info.path[0] == "train"

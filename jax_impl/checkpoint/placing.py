@@ -13,9 +13,10 @@ import numpy as np
 
 from bridge.core.formats import Box
 from jax_impl.checkpoint.by_path import TreeReader
-from jax_impl.checkpoint.names import is_key, parts_of
+from jax_impl.checkpoint.names import parts_of
 from jax_impl.runtime.groups.memory_kinds import move
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import is_key
 
 
 @dataclass(frozen=True)

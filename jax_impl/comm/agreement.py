@@ -27,15 +27,13 @@ from bridge.core.formats import CheckpointError
 # Seconds to wait for other processes, by default.
 TIMEOUT = 900.0
 # The number of saves and loads that each set of processes has begun in a lane. All processes agree on the number, so it
-# is part of the keys. Background work has a separate lane: in one lane, an operation begins after all earlier ones
-# ended.
+# is part of the keys. Background work has a separate lane: within a lane, operations run one after another.
 _BEGUN: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 _SHOWN = 2000
 
 
 class Step:
-    """``shared``: a message of the first process to the others, set inside the step; all processes have it after the
-    step.
+    """``shared``: a message of the first process to the others, set inside the step; all have it after the step.
 
     ``claim``: a value that all processes must set equally inside the step, such as a path, in words for an error.
     """
@@ -80,8 +78,7 @@ class Processes:
     def step(self, name: str) -> Iterator[Step]:
         """The work of this process; the context ends when all processes have finished theirs.
 
-        Raises the error of this process, or ``CheckpointError`` that names the processes that failed or did not answer
-        in time.
+        Raises the error of this process, or ``CheckpointError`` that names processes that failed or did not answer.
         """
         step = Step()
         if not self.several:
@@ -150,8 +147,7 @@ class Processes:
         return failed
 
     def _get(self, client: Any, key: str, seconds: float) -> Any:
-        """A value from the store; None if the value does not arrive in time, or if its process is known to have
-        died."""
+        """A value from the store; None if it does not arrive in time, or if its process has died."""
         try:
             return json.loads(client.blocking_key_value_get(key, max(1, int(seconds * 1000))))
         except jax.errors.JaxRuntimeError:

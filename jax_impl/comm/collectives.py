@@ -1,5 +1,4 @@
-"""Collectives that move one flat array between levels of sharding, with the casts around them and the fences between
-them.
+"""Collectives that move one flat array between levels of sharding, with casts around them and fences between them.
 
 All functions run inside ``shard_map`` with ``check_vma=False``, so JAX adds no implicit reduction. ``mesh.py`` defines
 the levels::
@@ -33,8 +32,7 @@ LANES = 128
 
 
 def fence(tree: Tree) -> Tree:
-    """All arrays of ``tree`` are computed before any returned array is used, and XLA moves no operation across the
-    fence."""
+    """All arrays of ``tree`` are computed before any returned array is used; XLA moves nothing across the fence."""
     # XLA's CPU compiler deletes barriers unless a flag forbids that (simulate_devices), and then merges the gathers of
     # forward and backward: for three unrolled layers, 5 of 9 gathers remained.
     return fence_some(tree, [True] * len(jax.tree.leaves(tree)))
@@ -75,8 +73,7 @@ def gate_after(tree: Tree) -> jax.Array:
         number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
         if leaf.size and number:
             element = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
-            # The compiler does not know that the gate is True. One operand of "or" is True, so the result is True for
-            # any element.
+            # The compiler does not know that the gate is True. "Or" with True is True for any element.
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             gate = jnp.logical_or(gate, jnp.isfinite(element) if is_float else element == 1)
     return gate
@@ -162,8 +159,7 @@ class Wire:
         return values
 
     def reduce_scatter(self, values: jax.Array, axes: range) -> jax.Array:
-        """Sum each device's ``values`` (see ``averages``); return this device's shard, cut over ``axes``, in the grad
-        dtype.
+        """Sum the devices' ``values`` (see ``averages``); return this device's shard over ``axes``, in the grad dtype.
 
         ``values``: flat, or in rows ``[..., row]``; each shard consists of whole rows.
         """

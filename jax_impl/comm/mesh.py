@@ -75,8 +75,7 @@ class DataParallelMesh:
         return lax.axis_index(self.names[:level]) if self.shards(level) > 1 else None
 
     def spec(self, level: int, dimension: int = 0, inner: tuple[str, ...] = ()) -> PartitionSpec:
-        """The spec of an array at ``level`` that is cut along ``dimension``; the axes ``inner`` cut each shard
-        further."""
+        """The spec of an array at ``level`` cut along ``dimension``; the axes ``inner`` cut each shard further."""
         cut = (*self.names[:level], *inner)
         if not cut:
             return PartitionSpec()
@@ -104,8 +103,7 @@ def simulate_devices(count: int) -> None:
       compilation cache (jaxlib 0.10.2). ``fully_shard`` warns when the cache is on.
     - Collectives that do not depend on each other abort or hang the simulator. So every collective of a step waits for
       the previous one, which a test checks on the jaxpr, and on CPU a step waits for its results. Collectives that XLA
-      adds over model axes have one channel each, and their inputs wait for the previous collectives; a test repeats
-      such a step.
+      adds over model axes have one channel each, and their inputs wait for earlier collectives; a test repeats this.
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
@@ -116,7 +114,8 @@ def simulate_devices(count: int) -> None:
         missing = [flag for flag in _SIMULATOR_FLAGS if flag not in flags]
     else:
         ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
-        kept = [flag for flag in flags if not _overrides(ours, flag)]
+        names = {own.split("=")[0] for own in ours}
+        kept = [flag for flag in flags if flag.split("=")[0] not in names]
         os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
         jax.config.update("jax_platforms", "cpu")
     cpu_devices = sum(device.platform == "cpu" for device in jax.devices())
@@ -126,10 +125,6 @@ def simulate_devices(count: int) -> None:
             f"expected JAX to be unused before {count} devices are simulated, but JAX already runs with {cpu_devices} "
             f"CPU devices{without}: call simulate_devices before anything that touches jax.devices()"
         )
-
-
-def _overrides(ours: tuple[str, ...], flag: str) -> bool:
-    return any(flag.split("=")[0] == own.split("=")[0] for own in ours)
 
 
 def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:

@@ -7,34 +7,25 @@ that XLA kept, merged, duplicated or added; ``scheduled.py`` reads the text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from bridge.core.dtype_names import full_name
 from jax_impl.diagnostics.scheduled import read_collectives
+from jax_impl.modules.seal import jaxprs_of
 
 
 class Collective(NamedTuple):
-    """``kind``: JAX's primitive name, such as ``all_gather``, ``reduce_scatter``, ``psum``; ``size``: elements of the
-    full array."""
+    """``kind``: JAX's primitive name, such as ``all_gather`` or ``psum``; ``size``: elements of the full array."""
 
     kind: str
     dtype: str
     size: int
 
 
-_KINDS = {
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_to_all": "all_to_all",
-    "pmax": "pmax",
-    "pmin": "pmin",
-    "ppermute": "ppermute",
-    "psum": "psum",
-    "psum_invariant": "psum",
-    "reduce_scatter": "reduce_scatter",
+_KINDS = {"all_gather_invariant": "all_gather", "psum_invariant": "psum"} | {
+    name: name for name in ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "reduce_scatter")
 }
 
 
@@ -55,7 +46,7 @@ def _counted(jaxpr: Any) -> Counter[Collective]:
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 size = max(operand.aval.size, result.aval.size)
                 counter[Collective(_KINDS[name], result.aval.dtype.name, size)] += 1
-        inside = [_counted(inner) for inner in _inner_jaxprs(equation.params)]
+        inside = [_counted(inner) for inner in jaxprs_of(equation)]
         if name == "while" and any(inside):
             raise ValueError(
                 "expected collectives outside while loops, whose length is unknown before they run"
@@ -71,13 +62,6 @@ def _counted(jaxpr: Any) -> Counter[Collective]:
         for counts in inside:
             counter.update({collective: times * count for collective, count in counts.items()})
     return counter
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in jax.tree.leaves(list(params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-        value = getattr(value, "jaxpr", value)
-        if hasattr(value, "eqns"):
-            yield value
 
 
 def count_compiled_collectives(compiled: Any) -> Counter[Collective]:

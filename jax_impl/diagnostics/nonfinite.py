@@ -64,8 +64,7 @@ def find_nonfinite(plan: ShardingPlan, values: Any, *, max_rows: int = 8) -> tup
     optimizer state, or any pytree of these. Integers and random keys are skipped.
 
     Nothing is gathered: each device tells which of its shards are finite, and only the other shards are copied to the
-    host. All processes must call this. Each process reports its own devices, so the reports of several processes
-    differ.
+    host. All processes must call this; each reports its own devices, so their reports differ.
 
     Raises ``ValueError`` inside ``jax.jit``, and for donated arrays.
     """
@@ -121,11 +120,7 @@ def _finite(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, 
         return jnp.stack([jnp.isfinite(shard).all() for shard in shards])[None]
 
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(list(specs),),
-        out_specs=PartitionSpec(mesh.axis_names),
-        check_vma=False,
+        local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
     )(leaves)
 
 

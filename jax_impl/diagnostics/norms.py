@@ -39,8 +39,7 @@ def parameter_norms(
 
     Returns numbers (with ``by_layer``, NumPy arrays), computed in float64 and equal in all processes, which must all
     call this. Inside ``jax.jit`` the norms are traced scalars, in float32 unless x64 is on; such a norm overflows or
-    underflows only if its elements do. The cost is one all-reduce (two in float32) for each set of axes over which
-    arrays are cut.
+    underflows only if its elements do. Each set of axes that cut arrays costs one all-reduce (two in float32).
 
     Raises ``ValueError`` for a norm type that is not positive, for an array that does not belong to the plan, and for
     two arrays with one key, as in a whole optimizer state.
@@ -104,7 +103,7 @@ def _norms(
     own = local(arrays) if arrays else {}
     norms = {path: own[path] for path in plan.parameters if path in own}
     if by_layer:
-        return {path: norm[0] if _layers(plan, path) is None else norm for path, norm in norms.items()}
+        return {path: norm[0] if plan.layers_of(path) is None else norm for path, norm in norms.items()}
     return {path: _norm_of(norm, norm_type) for path, norm in norms.items()}
 
 
@@ -130,10 +129,7 @@ def _on_each_device(
         if norm_type == math.inf:
             # A maximum over devices may lose a NaN; a sum does not.
             nans, last = _reduced(
-                lax.psum,
-                [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes],
-                axes,
-                last,
+                lax.psum, [jnp.sum(jnp.where(jnp.isnan(size), size, 0), axis=1) for size in sizes], axes, last
             )
             powers.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
             continue
@@ -155,7 +151,7 @@ def _values(
     plan: ShardingPlan, stored: FlatGroup | LogicalArray, array: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
     if not isinstance(stored, FlatGroup):
-        layers = _layers(plan, stored.path)
+        layers = plan.layers_of(stored.path)
         yield stored.path, array.reshape(1 if layers is None else layers, -1)
         return
     layout = stored.layout
@@ -200,7 +196,3 @@ def _axes(stored: FlatGroup | LogicalArray) -> tuple[str, ...]:
     """The mesh axes over which the array is cut."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in stored.spec)
     return tuple(name for names in entries for name in names if name is not None)
-
-
-def _layers(plan: ShardingPlan, path: str) -> int | None:
-    return plan.units[plan.parameters[path].unit].module.layers

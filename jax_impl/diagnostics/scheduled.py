@@ -50,8 +50,7 @@ class Scheduled:
     """One collective of a program; ``kind`` is JAX's name.
 
     ``arrays``: full arrays, several if XLA merged that many collectives. ``times``: how often the surrounding loops run
-    the collective. ``overlaps``: whether a matrix product is between its start and its done. ``name``: the operation's
-    name in the text.
+    the collective. ``overlaps``: whether a matrix product is between its start and its done. ``name``: as in the text.
     """
 
     kind: str

@@ -17,6 +17,7 @@ at position 0. The layers of Gemma and OLMo 3 alternate their windows, so they c
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,22 +26,8 @@ from flax import nnx
 
 from jax_impl.models.causal_lm_config import CausalLMConfig
 from jax_impl.models.causal_lm_layers import Block, Norm, rotary_tables, softcap
-from jax_impl.models.decoder import Kernel
+from jax_impl.models.decoder import Embedding, Kernel
 from jax_impl.modules.stack import scan_layers, stack_layers
-
-
-class Table(nnx.Module):
-    """Vectors looked up by number: ``embedding [rows, d_model]``."""
-
-    def __init__(self, rows: int, config: CausalLMConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        values = jax.random.normal(rngs.params(), (rows, config.d_model), dtype)
-        self.embedding = nnx.Param(config.init_std * values)
-
-    def __call__(self, numbers: jax.Array) -> jax.Array:
-        return self.embedding[...][numbers]
-
-    def attend(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum("btd,vd->btv", x, self.embedding[...], precision=jax.lax.Precision.HIGHEST)
 
 
 class CausalLM(nnx.Module):
@@ -60,12 +47,7 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: CausalLMConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype = jnp.float32,
-        stacked: bool = False,
+        self, config: CausalLMConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, stacked: bool = False
     ) -> None:
         if stacked and len(set(config.windows)) > 1:
             raise ValueError(
@@ -73,9 +55,9 @@ class CausalLM(nnx.Module):
             )
         self.config = config
         self.stacked = stacked
-        self.embed = Table(config.vocab_size, config, rngs=rngs, dtype=dtype)
-        learned = config.max_length
-        self.positions = None if learned is None else Table(learned, config, rngs=rngs, dtype=dtype)
+        table = partial(Embedding, config.d_model, rngs=rngs, dtype=dtype, std=config.init_std)
+        self.embed = table(config.vocab_size)
+        self.positions = None if config.max_length is None else table(config.max_length)
         layers = [Block(config, i, rngs=rngs, dtype=dtype) for i in range(config.n_layers)]
         self.layers: Any = stack_layers(layers) if stacked else nnx.List(layers)
         self.norm = Norm(config, config.d_model, dtype=dtype)

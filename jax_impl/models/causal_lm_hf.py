@@ -49,8 +49,7 @@ def _rope(
 
 def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
     """``rotary`` and ``window_rotary``. transformers 5 has a dictionary for each kind of layer; in files of
-    transformers 4, scaling applies to layers without a window. ``of_windows``: theta of layers with a window, by
-    default the same.
+    transformers 4, scaling applies to layers without a window. ``of_windows``: their theta, by default the same.
     """
     theta = keys.take("rope_theta", float, theta)
     of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)
@@ -79,6 +78,12 @@ def _windows(keys: Keys, n_layers: int, default: Callable[[int], bool]) -> tuple
         raise keys.fail("sliding_window", "int, since a layer has sliding attention", None)
     windows = tuple(size if layer_type == "sliding_attention" else None for layer_type in layer_types)
     return windows if any(windows) else ()
+
+
+def _equal_windows(keys: Keys, n_layers: int, default: int | None = None) -> tuple[int, ...]:
+    """The same window for all layers, or none; ``default``: the window without an entry."""
+    size = keys.take("sliding_window", int, default)
+    return () if size is None else (size,) * n_layers
 
 
 def _common(
@@ -134,12 +139,11 @@ def _qwen3(keys: Keys) -> dict[str, Any]:
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
     result = _common(keys, theta=1e6)
-    window = keys.take("sliding_window", int, None)
     return result | {
         "activation": keys.activation("hidden_act", "silu"),
         "n_experts": keys.take("num_local_experts", int),
         "experts_per_token": keys.take("num_experts_per_tok", int),
-        "windows": () if window is None else (window,) * result["n_layers"],
+        "windows": _equal_windows(keys, result["n_layers"]),
     }
 
 
@@ -147,11 +151,8 @@ def _mistral(keys: Keys) -> dict[str, Any]:
     # The class defaults to 8 key/value heads for any other sizes, and to a window of 4096 without an entry.
     keys.take("num_key_value_heads", int)
     result = _common(keys)
-    window = keys.take("sliding_window", int, None) if keys.has("sliding_window") else 4096
-    return result | {
-        "activation": keys.activation("hidden_act", "silu"),
-        "windows": () if window is None else (window,) * result["n_layers"],
-    }
+    windows = _equal_windows(keys, result["n_layers"], None if keys.has("sliding_window") else 4096)
+    return result | {"activation": keys.activation("hidden_act", "silu"), "windows": windows}
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
@@ -187,11 +188,8 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     keys.take("original_max_position_embeddings", int, 0)  # the class reads this number only for longrope
     keys.must_be("attention_bias", False)
     result = _common(keys, rotary=_rotary(keys, 10000.0, 1.0))
-    window = keys.take("sliding_window", int, None)
-    return result | {
-        "activation": keys.activation("hidden_act", "silu"),
-        "windows": () if window is None else (window,) * result["n_layers"],
-    }
+    windows = _equal_windows(keys, result["n_layers"])
+    return result | {"activation": keys.activation("hidden_act", "silu"), "windows": windows}
 
 
 def _gpt_neox(keys: Keys) -> dict[str, Any]:

@@ -6,48 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 # Keys that do not affect the logits of a forward pass without dropout.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "hidden_dropout",
-        "id2label",
-        "label2id",
-        "max_position_embeddings",
-        "n_ctx",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "return_dict",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    }
-)
+_WITHOUT_EFFECT = frozenset({
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+    "attn_pdrop", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "classifier_dropout", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout", "id2label",
+    "label2id", "max_position_embeddings", "n_ctx", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn",
+    "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
+    "unk_token_id", "use_cache",
+})  # fmt: skip
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -99,8 +68,7 @@ class Keys:
         return value
 
     def must_be(self, key: str, expected: Any, default: Any = None) -> None:
-        """Refuse any value of ``key`` except ``expected``. default: the value of a missing key, by default
-        ``expected``."""
+        """Refuse any value of ``key`` except ``expected``. default: for a missing key, by default ``expected``."""
         value = self.take(key, type(expected), expected if default is None else default)
         if value != expected:
             raise self.fail(key, f"{expected!r} (the only one supported)", value)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl.models.causal_lm_config import CausalLMConfig, Rotary
-from jax_impl.models.decoder import Kernel
+from jax_impl.models.decoder import Kernel, widened
 
 RotaryTables = tuple[jax.Array, jax.Array]
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -20,11 +20,6 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """Cast to at least float32; float64 stays float64."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -61,7 +56,7 @@ def rotate(x: jax.Array, tables: RotaryTables) -> jax.Array:
     """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``, or of the part that the tables cover."""
     cos, sin = tables
     size = 2 * cos.shape[-1]
-    first, second = jnp.split(wide(x[..., :size]), 2, axis=-1)
+    first, second = jnp.split(widened(x[..., :size]), 2, axis=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]
     turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
     return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
@@ -91,8 +86,7 @@ class Projection(Kernel):
 
 
 class Norm(nnx.Module):
-    """Normalizes over the last axes, which have these sizes, in at least float32; ``CausalLMConfig.norm`` lists the
-    kinds."""
+    """Normalizes over the last axes, of these sizes, in at least float32; kinds as in ``CausalLMConfig.norm``."""
 
     def __init__(self, config: CausalLMConfig, *sizes: int, dtype: jnp.dtype) -> None:
         self.kind = config.norm
@@ -101,15 +95,15 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(sizes, dtype)) if self.kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y, scale = wide(x), self.scale[...]
+        y, scale = widened(x), self.scale[...]
         axes = tuple(range(-scale.ndim, 0))
         if self.bias is not None:
             y = y - jnp.mean(y, axis=axes, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + self.eps)
         if self.kind == "rms_one_plus":
-            return (y * (1 + wide(scale))).astype(x.dtype)
+            return (y * (1 + widened(scale))).astype(x.dtype)
         if self.bias is not None:
-            return (y * wide(scale) + wide(self.bias[...])).astype(x.dtype)
+            return (y * widened(scale) + widened(self.bias[...])).astype(x.dtype)
         return y.astype(x.dtype) * scale
 
 
@@ -141,7 +135,7 @@ class Attention(nnx.Module):
         grouped = query.reshape(batch, length, c.n_kv_heads, -1, c.head_dim)
         einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
-        scores = softcap(einsum("btngk,bsnk->bngts", wide(grouped), wide(key)) * scale, c.attention_cap)
+        scores = softcap(einsum("btngk,bsnk->bngts", widened(grouped), widened(key)) * scale, c.attention_cap)
         distance = jnp.arange(length)[:, None] - jnp.arange(length)
         seen = distance >= 0
         if self.window is not None:
@@ -191,7 +185,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        probabilities = jax.nn.softmax(wide(self.router(x)), axis=-1)
+        probabilities = jax.nn.softmax(widened(self.router(x)), axis=-1)
         weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         expert = chosen.reshape(-1)
@@ -201,7 +195,7 @@ class Experts(nnx.Module):
         act = _ACTIVATIONS[c.activation]
         results = self.down(act(self.gate(rows, counts)) * self.up(rows, counts), counts)
         results = results[jnp.argsort(order)].reshape(*chosen.shape, c.d_model)
-        return jnp.sum(wide(results) * weights[..., None], axis=-2).astype(x.dtype)
+        return jnp.sum(widened(results) * weights[..., None], axis=-2).astype(x.dtype)
 
 
 class Block(nnx.Module):

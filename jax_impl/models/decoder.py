@@ -50,7 +50,7 @@ class DecoderConfig:
             )
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def widened(x: jax.Array) -> jax.Array:
     """Cast to at least float32; float64 stays float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
@@ -84,14 +84,13 @@ class Kernel(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token vectors; ``attend`` reads the same table as output weights."""
+    """Vectors looked up by number: ``embedding [rows, width]``; ``attend`` reads the table as output weights."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        shape = (config.vocab_size, config.d_model)
-        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+    def __init__(self, width: int, rows: int, *, rngs: nnx.Rngs, dtype: jnp.dtype, std: float = 0.02) -> None:
+        self.embedding = nnx.Param(std * jax.random.normal(rngs.params(), (rows, width), dtype))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens]
+    def __call__(self, numbers: jax.Array) -> jax.Array:
+        return self.embedding[...][numbers]
 
     def attend(self, x: jax.Array) -> jax.Array:
         return _einsum("btd,vd->btv", x, self.embedding[...])
@@ -105,7 +104,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(1 + 0.1 * jax.random.normal(rngs.params(), (size,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = _wide(x)
+        wide = widened(x)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...]
 
@@ -119,7 +118,7 @@ def rotary_tables(length: int, head_dim: int, theta: int) -> tuple[np.ndarray, n
 
 def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
     """Rotate the halves of the last axis: ``x [B, T, heads, head_dim]``, tables ``[T, head_dim / 2]``."""
-    wide = _wide(x)
+    wide = widened(x)
     first, second = jnp.split(wide, 2, axis=-1)
     c, s = (jnp.asarray(table[:, None, :], wide.dtype) for table in (cos, sin))
     return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
@@ -147,7 +146,7 @@ class Attention(nnx.Module):
         key = rotate(self.key(x), cos, sin)
         value = self.value(x)
         grouped = query.reshape(batch, length, config.n_kv_heads, -1, config.head_dim)
-        scores = _einsum("btngk,bsnk->bngts", _wide(grouped), _wide(key)) * config.head_dim**-0.5
+        scores = _einsum("btngk,bsnk->bngts", widened(grouped), widened(key)) * config.head_dim**-0.5
         causal = np.tril(np.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(x.dtype)
         mixed = _einsum("bngts,bsnk->btngk", weights, value)
@@ -190,16 +189,11 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype = jnp.float32,
-        stacked: bool = False,
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, stacked: bool = False
     ) -> None:
         self.config = config
         self.stacked = stacked
-        self.embed = Embedding(config, rngs=rngs, dtype=dtype)
+        self.embed = Embedding(config.d_model, config.vocab_size, rngs=rngs, dtype=dtype)
         layers = [Block(config, rngs=rngs, dtype=dtype) for _ in range(config.n_layers)]
         self.layers: Any = stack_layers(layers) if stacked else nnx.List(layers)
         self.norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs, dtype=dtype)
@@ -220,6 +214,6 @@ class Decoder(nnx.Module):
 
 def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross entropy over all tokens, in at least float32: logits ``[B, T, V]``, targets int ``[B, T]``."""
-    logits = _wide(logits)
+    logits = widened(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, mark_numbers, scan_counts
+from jax_impl.modules.seal import inner_program, jaxpr_of, jaxprs_of, line_of, mark_numbers, scan_counts
 
 _BEFORE = "twinshard variable before "
 _AFTER = "twinshard variable after "
@@ -80,8 +80,7 @@ def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
-    """The value of each marked variable after a closed jaxpr, by path; and the variables that ``shard_map`` results
-    depend on.
+    """The value of each marked variable after a closed jaxpr, by path; and the variables that ``shard_map`` reads.
 
     Raises ``ValueError`` for a loop or a choice that contains a collective and that devices may execute differently.
     """
@@ -206,10 +205,8 @@ class _Reader:
             for equation in jaxpr.eqns:
                 if equation.primitive.name in _COLLECTIVES:
                     collectives.append((equation, _axes_of(equation)))
-                for value in equation.params.values():
-                    for program in value if isinstance(value, tuple | list) else (value,):
-                        if jaxpr_of(program) is not None:
-                            collectives += self._sent(jaxpr_of(program))
+                for program in jaxprs_of(equation):
+                    collectives += self._sent(program)
             self.sends[id(jaxpr)] = jaxpr, collectives
         return self.sends[id(jaxpr)][1]
 

@@ -157,11 +157,7 @@ class _UnitCalls:
     """Catches the calls of submodules that are units, one level deep."""
 
     def __init__(
-        self,
-        units: Mapping[Path, Tree],
-        names: tuple[str, ...],
-        mutable: Sequence[str] | None,
-        sliced: bool,
+        self, units: Mapping[Path, Tree], names: tuple[str, ...], mutable: Sequence[str] | None, sliced: bool
     ) -> None:
         self.units, self.names, self.mutable, self.sliced = units, names, mutable, sliced
         self.root: linen.Module | None = None
@@ -181,8 +177,7 @@ class _UnitCalls:
             return run(*args, **kwargs)
         unbound, own = module.unbind()
         stand_in = self._checked(stand_in, own.get("params", {}))
-        # A method that is lifted in place (nn.scan on the method itself) is caught inside the loop and must not loop
-        # again.
+        # A method that is lifted in place (nn.scan on a method) is caught inside the loop and must not loop again.
         method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
         # Inside a lifted function, other collections may be mutable than outside.

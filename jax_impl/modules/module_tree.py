@@ -11,7 +11,8 @@ counts as a separate module, and each unit inside a stack represents one unit pe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +22,15 @@ from flax import nnx
 
 from jax_impl.modules.seal import constant, seal_parameter
 from jax_impl.modules.tree_model import as_given, as_module, may_be_unit
-from jax_impl.modules.unit_parameter import Key, Origin, UnitParameter, UnitRun, Values, not_as_sharded
+from jax_impl.modules.unit_parameter import (
+    Key,
+    Origin,
+    UnitParameter,
+    UnitRun,
+    Values,
+    joined,
+    not_as_sharded,
+)
 
 ROOT = ""
 
@@ -139,8 +148,10 @@ class VariableInfo:
     rows: int = 0
 
 
-def joined(key: Iterable[Any]) -> str:
-    return "/".join(map(str, key))
+def matches(path: str, pattern: str) -> bool:
+    """Whether each part of a path matches its part of a pattern, with the wildcards of ``fnmatch``."""
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
@@ -226,7 +237,7 @@ def split_units(
         _set(claimed, key, None)
     _claim(claimed, (), owners)
     return {
-        joined(key): _split(_get(whole, key), key, _layers(key, stacks or {}), variables, keys)
+        joined(key): _split(_get(whole, key), key, layers_at(joined(key), stacks or {}), variables, keys)
         for key in (*sorted(keys), ())
     }
 
@@ -296,8 +307,8 @@ def _flat(state: Any) -> list[tuple[Key, Any]]:
     return [(cast(Key, key), leaf) for key, leaf in nnx.to_flat_state(state)]
 
 
-def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:
-    path = joined(key)
+def layers_at(path: str, stacks: Mapping[str, int]) -> int | None:
+    """The number of layers of the stack that a module or parameter is or belongs to, or None."""
     return next((n for s, n in stacks.items() if path == s or path.startswith(f"{s}/")), None)
 
 

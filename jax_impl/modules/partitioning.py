@@ -28,7 +28,7 @@ from bridge.core.sharding.policy.parallel_styles import styled_dimension
 from bridge.core.sharding.policy.patterns import matches
 from bridge.core.text import first_of
 from jax_impl.comm.mesh import ModelAxes
-from jax_impl.modules.module_tree import dotted_paths, joined, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import dotted_paths, joined, layers_at, module_paths, parameter_leaves
 from jax_impl.modules.tree_model import given_node
 
 Parallel = Mapping[str, str | PartitionSpec]
@@ -53,7 +53,7 @@ def cuts_of(
         warn_of_annotations(model)
         return {}
     shapes = {
-        path: tuple(value.shape[_layers(path, stacks) is not None :])
+        path: tuple(value.shape[layers_at(path, stacks) is not None :])
         for path, value in parameter_leaves(model).items()
     }
     by_path: dict[str, dict[Cut, None]] = {path: {} for path in shapes}
@@ -84,16 +84,12 @@ def _check_axes(axes: ModelAxes, cuts: Cuts) -> None:
             )
 
 
-def _layers(path: str, stacks: Mapping[str, int]) -> int | None:
-    return next((n for stack, n in stacks.items() if path.startswith(f"{stack}/")), None)
-
-
 def _of_annotations(
     model: nnx.Module, stacks: Mapping[str, int], mesh: Mesh, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Cut]]:
     unknown: dict[str, Any] = {}
     for path, names in annotations_of(model):
-        entries = _entries_of_a_layer(path, names, _layers(path, stacks), len(shapes[path]), mesh)
+        entries = _entries_of_a_layer(path, names, layers_at(path, stacks), len(shapes[path]), mesh)
         for dimension, entry in enumerate(entries):
             for name in entry if isinstance(entry, tuple) else (entry,):
                 if name is None:
@@ -143,8 +139,7 @@ def _entries(
 
 
 def _axis_for(pattern: str, style: str, axes: ModelAxes) -> str:
-    """The model axis to which a style applies: the axis for experts or the other axis; if there is only one, that
-    one."""
+    """The model axis to which a style applies: the axis for experts or the other axis; a single axis in any case."""
     for_experts = [name for name in axes.names if (name.lower() in EXPERT_AXES) == (style == "expert")]
     meant = list(axes.names) if len(axes.names) == 1 else for_experts
     if len(meant) != 1:
@@ -183,7 +178,7 @@ def _of_entries(
                     own = by_name.setdefault(names[below], {}).setdefault(below, {})
                     own[Cut(entry.axis, dimension, entry.fused)] = None
     for path, layers in by_name.items():
-        _check_layers(path, list(layers.values()), _layers(path, stacks))
+        _check_layers(path, list(layers.values()), layers_at(path, stacks))
         for cut in next(iter(layers.values())):
             # For a contiguous cut of a fused dimension, the compiler adds the necessary communication.
             yield path, Cut(cut.axis, cut.dimension)
@@ -317,7 +312,7 @@ def _of_variables(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple
         names = metadata.get("out_sharding")
         names = getattr(names, "spec", names)
         yield (
-            "/".join(map(str, path)),
+            joined(path),
             _replaced(names, {**rules, **dict(metadata.get("sharding_rules") or ())}),
         )
 
@@ -327,7 +322,7 @@ def _of_boxes(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str
         box = given_node(module, meta.AxisMetadata)
         if box is not None:
             own = {**rules, **dict(getattr(box, "rules", None) or ())}
-            yield "/".join(map(str, path)), _replaced(getattr(box, "names", None), own)
+            yield joined(path), _replaced(getattr(box, "names", None), own)
 
 
 def _replaced(names: Any, rules: Mapping[str, Any]) -> Any:

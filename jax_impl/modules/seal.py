@@ -42,8 +42,7 @@ class Seal:
     """The seal of a variable. ``path``: its unit. ``stopped``: whether the variable passed through stop_gradient.
 
     ``rank``: the number of a parameter's own (last) dimensions, whose elements must not move; the dimensions before
-    index the layers of a stack. ``free``: whether the variable is a constant, which may be used; ``path`` is then its
-    own path.
+    index the layers of a stack. ``free``: whether it is a constant, which may be used; ``path`` is then its own.
     """
 
     path: str
@@ -108,8 +107,7 @@ def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
 
 
 def witness(zeros: jax.Array) -> jax.Array:
-    """An empty slice of a sealed parameter, for ``witnessed``: it shows in the program what happened to the
-    parameter."""
+    """An empty slice of a sealed parameter, for ``witnessed``: it shows what happened to the parameter."""
     return _once(no_elements(zeros))
 
 
@@ -247,8 +245,7 @@ def _results(equation: Any, operands: Sequence[Seal | None], around: Equations) 
 
 
 def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
-    """Whether an operation passes on only sealed arrays, and keeps each layer's elements at their positions in the
-    layer."""
+    """Whether an operation passes on only sealed arrays, and keeps the positions of elements within each layer."""
     primitive, params = equation.primitive.name, equation.params
     # The operands before are the condition of a choice; the operands after are indices.
     first = 1 if primitive == "select_n" else 0
@@ -258,12 +255,8 @@ def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
         return False
     if primitive in _PASSES | {"select_n"}:
         return True
-    operand, result, rank = (
-        equation.invars[first].aval,
-        equation.outvars[0].aval,
-        max(filter(None, ranks), default=0),
-    )
-    layers = operand.ndim - rank
+    result, rank = equation.outvars[0].aval, max(filter(None, ranks), default=0)
+    layers = equation.invars[first].aval.ndim - rank
     if primitive in ("transpose", "broadcast_in_dim"):
         # The source or the target of a layer's dimensions.
         dimensions = params["permutation" if primitive == "transpose" else "broadcast_dimensions"]
@@ -314,8 +307,7 @@ def inner_program(equation: Any) -> Any:
 def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
     """The number of a scan's constant operands, and of its carried operands."""
 
-    # Found by shapes, because JAX renames the parameters with these numbers: stacked operands lose one dimension
-    # inside.
+    # Found by shapes, since JAX renames the parameters with these numbers: inside, stacked operands lose one dimension.
     def stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
         return sum(a.aval.ndim != b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
@@ -327,6 +319,12 @@ def jaxpr_of(value: Any) -> Any:
     """The jaxpr in an equation's parameter, closed or not; None for other parameters."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") else None
+
+
+def jaxprs_of(equation: Any) -> list[Any]:
+    """The programs that an equation runs, such as a loop's body or the branches of a choice."""
+    values = ((v if isinstance(v, tuple | list) else (v,)) for v in equation.params.values())
+    return [jaxpr_of(item) for value in values for item in value if jaxpr_of(item) is not None]
 
 
 def _get(sealed: Mapping[Any, Seal], operand: Any) -> Seal | None:

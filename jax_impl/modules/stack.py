@@ -15,7 +15,6 @@ stack that nothing scans is refused.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.modules.module_tree import ROOT, VARIABLES, UnitModule, joined, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, VARIABLES, UnitModule, joined, matches, parameter_leaves
 from jax_impl.modules.tree_model import may_be_unit
 
 M = TypeVar("M", bound=nnx.Module)
@@ -71,8 +70,7 @@ _AXIS_ERRORS = ("leading axis", "out of bounds for array of dimension", "inconsi
 
 
 def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
-    """The number of layers of each stack. Raises ``ValueError`` for a path without a module, or for unequal leading
-    sizes."""
+    """The number of layers of each stack. Raises ``ValueError`` for a path without module, or unequal leading sizes."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model)}
     lengths: dict[str, int] = {}
     for path in stacked:
@@ -103,14 +101,13 @@ def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
 
 
 def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, int]:
-    """The number of layers of each module that a pattern like ``layers/*`` treats as a stack and that looks like
-    one."""
+    """The number of layers of each module that patterns like ``layers/*`` treat as a stack and that looks like one."""
     modules = {joined(key): module for key, module in nnx.iter_modules(model) if may_be_unit(module)}
     lengths: dict[str, int] = {}
     for pattern in patterns:
         parts = pattern.split("/")
         for end in (i for i, part in enumerate(parts) if i and part == "*"):
-            for path in [path for path in modules if _matches(path.split("/"), parts[:end])]:
+            for path in [path for path in modules if matches(path, "/".join(parts[:end]))]:
                 length = None if _overlaps(path, lengths) else _length_seen(modules[path])
                 if length is not None:
                     lengths[path] = length
@@ -118,8 +115,7 @@ def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, i
 
 
 def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
-    """A message to replace JAX's ``error`` if a loss scans or maps a unit that is not a stack; None for other
-    errors."""
+    """A message to replace JAX's ``error`` if a loss scans or maps a unit that is no stack; else None."""
     if not any(words in str(error) for words in _AXIS_ERRORS):
         return None
     chosen = [unit for unit in units if unit.path != ROOT]
@@ -175,7 +171,3 @@ def _overlaps(path: str, others: Collection[str]) -> bool:
     return any(
         path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in others
     )
-
-
-def _matches(path: Sequence[str], parts: Sequence[str]) -> bool:
-    return len(path) == len(parts) and all(map(fnmatch.fnmatchcase, path, parts))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_impl.modules.unit_parameter import in_tree, run_in_unit, unit_at
+from jax_impl.modules.unit_parameter import in_tree, joined, run_in_unit, unit_at
 
 Tree = Any
 _NODE = "_tree_node"
@@ -107,13 +107,12 @@ def may_be_unit(module: nnx.Module) -> bool:
 def _node(
     tree: Tree, path: tuple[str | int, ...], of_module: bool
 ) -> nnx.Module | nnx.Param[Any] | Setting | None:
-    """``of_module``: whether the leaf belongs to a callable node, whose numbers are settings, such as a dropout
-    rate."""
+    """``of_module``: whether the leaf belongs to a callable node, whose numbers are settings (a dropout rate)."""
     if tree is None:
         return None
     if isinstance(tree, nnx.Module):
         raise ValueError(
-            f"parameter {_joined(path)!r}: expected an array, got an nnx module, {type(tree).__name__}: use an nnx "
+            f"parameter {joined(path)!r}: expected an array, got an nnx module, {type(tree).__name__}: use an nnx "
             "module that contains it, such as nnx.List, as the model"
         )
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda below: below is not tree)
@@ -122,13 +121,13 @@ def _node(
             return nnx.Param(tree)
         if isinstance(tree, float | complex) and not of_module:
             raise ValueError(
-                f"parameter {_joined(path)!r}: expected an array, got {type(tree).__name__} {tree!r}: jnp.asarray "
+                f"parameter {joined(path)!r}: expected an array, got {type(tree).__name__} {tree!r}: jnp.asarray "
                 "makes it a parameter; if it is not a parameter, put it into the loss or into a callable module"
             )
         return Setting(tree)
     names = [_name(key[0], path) for key, _ in entries]
     if len(set(map(str, names))) != len(names):
-        raise ValueError(f"node {_joined(path)!r}: expected keys with unique names, got {names}")
+        raise ValueError(f"node {joined(path)!r}: expected keys with unique names, got {names}")
     children = [
         _node(child, (*path, name), callable(tree)) for name, (_, child) in zip(names, entries, strict=True)
     ]
@@ -168,14 +167,14 @@ def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
     forbidden = ("__", "_pytree", _NODE)
     if "." in name or not all(part and not part.startswith(forbidden) for part in name.split("/")):
         raise ValueError(
-            f"node {_joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: "
+            f"node {joined(path)!r}: expected keys that can be part of a path like 'layers/0/w', got {name!r}: "
             "rename the key, or nest another dictionary instead of '.'"
         )
     return name
 
 
 def _check_paths(module: nnx.Module) -> None:
-    paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
+    paths = [joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
     # A checkpoint has a node for each part of a path, so a path must not be both a parameter and a node.
     nodes = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
     twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
@@ -184,7 +183,3 @@ def _check_paths(module: nnx.Module) -> None:
             f"model: expected parameters with unique paths, none below another, got {twice[:5]} twice: keys that "
             "contain '/' count as paths"
         )
-
-
-def _joined(path: tuple[Any, ...]) -> str:
-    return "/".join(map(str, path))

@@ -43,12 +43,10 @@ class _Comes(Flag):
 
 
 # With constants as the other operands, these keep a sum a sum, and a quotient a quotient.
-_KEEPS = frozenset(
-    {
-        "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
-        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision", "stop_gradient",
-    }
-)  # fmt: skip
+_KEEPS = frozenset({
+    "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
+    "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision", "stop_gradient",
+})  # fmt: skip
 _POWERS = frozenset({"integer_pow", "pow"})
 _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
@@ -116,8 +114,7 @@ def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_C
 
 
 def _of_a_loop(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
-    """The origin of the results of a loop or a choice. A quotient inside an iteration belongs to that iteration
-    only."""
+    """The origin of the results of a loop or a choice. A quotient in an iteration belongs only to that iteration."""
     params = equation.params
     if equation.primitive.name == "cond":
         branches = [_outputs(jaxpr_of(branch), operands[1:], refused) for branch in params["branches"]]

@@ -35,6 +35,10 @@ _MISSING = object()
 _VALUE = jax.tree_util.GetAttrKey("value")
 
 
+def joined(key: Iterable[Any]) -> str:
+    return "/".join(map(str, key))
+
+
 @dataclass(frozen=True, eq=False)
 class UnitRun:
     """``call(run, arrays, witnesses, arguments)`` calls ``run`` with the parameters of the unit at ``path``.
@@ -107,7 +111,7 @@ class UnitParameter:
 
     def _refusal(self) -> str:
         return (
-            f"parameter {'/'.join(map(str, self._origin.place))!r} of unit {self._origin.unit.path!r}: expected a use "
+            f"parameter {joined(self._origin.place)!r} of unit {self._origin.unit.path!r}: expected a use "
             "only inside the unit: call the unit, one of its methods or jax_impl.call_unit(function, unit, ...), use "
             "jax_impl.apply_linen(net, {'params': params}, ...) instead of linen's net.apply, or choose units that "
             "contain everything that is used together"
@@ -123,18 +127,16 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "neg pos abs invert eq ne lt le gt ge bool int float complex index len iter getitem contains round"
-for _name in f"{_BINARY} {_OTHERS}".split(" "):
-    setattr(UnitParameter, f"__{_name}__", _refusing(f"__{_name}__"))
-for _name in _BINARY.split(" "):
-    setattr(UnitParameter, f"__r{_name}__", _refusing(f"__r{_name}__"))
+_ARITHMETIC = [f"__{side}{name}__" for name in _BINARY.split(" ") for side in ("", "r")]
+for _name in (*_ARITHMETIC, *(f"__{name}__" for name in _OTHERS.split(" "))):
+    setattr(UnitParameter, _name, _refusing(_name))
 # A class that defines __eq__ would otherwise have no hash.
 UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true. Its unit is gathered by functions of
-    ``jax.numpy`` and by arithmetic with another array.
+    """A stand-in in a pytree: ``isinstance(leaf, jax.Array)`` is true. ``jax.numpy`` and arithmetic gather its unit.
 
     (nnx asks JAX for the type of an array.) A haiku network that is applied as a whole uses parameters this way.
     """
@@ -150,17 +152,15 @@ class UnitArray(UnitParameter):
 
 def _gathered(name: str) -> Callable[..., Any]:
     def apply(self: UnitArray, other: Any) -> Any:
-        # With a Python number it is a change of the weights themselves, such as their decay, which belongs in the unit.
-        if not isinstance(other, jax.Array):
-            raise ValueError(f"{name} of {self._refusal()}")
-        return getattr(self.__jax_array__(), name)(other)
+        # A Python number changes the weights themselves, as weight decay does: this belongs inside the unit.
+        return getattr(self.__jax_array__(), name)(other) if isinstance(other, jax.Array) else refuse(self)
 
+    refuse = _refusing(name)
     return apply
 
 
-for _name in _BINARY.split(" "):
-    setattr(UnitArray, f"__{_name}__", _gathered(f"__{_name}__"))
-    setattr(UnitArray, f"__r{_name}__", _gathered(f"__r{_name}__"))
+for _name in _ARITHMETIC:
+    setattr(UnitArray, _name, _gathered(_name))
 
 
 def in_tree(value: Any) -> Any:
@@ -198,7 +198,7 @@ def apply_to_leaves(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     for other in parameters[1:]:
         if other._origin.unit is not first._origin.unit or other._origin.place != first._origin.place:
             raise ValueError(
-                f"jax.tree.map of parameter {'/'.join(map(str, other._origin.place))!r} of unit "
+                f"jax.tree.map of parameter {joined(other._origin.place)!r} of unit "
                 f"{other._origin.unit.path!r} and {first._refusal()}; stack layers before fully_shard(stacked=...)"
             )
 
@@ -246,8 +246,7 @@ def is_whole_unit(tree: Any) -> bool:
 
 
 def _depth(tree: Any) -> tuple[int, UnitRun] | None:
-    """A unit in ``tree``, and its depth below the root of ``tree``: 0 if ``tree`` is the unit, negative in a part of
-    one."""
+    """A unit in ``tree``, and its depth below the root: 0 if ``tree`` is the unit, negative in a part of one."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
         if is_unit_parameter(leaf):
             key = leaf._origin.place
@@ -299,7 +298,7 @@ def _check(parameter: UnitParameter, unit: UnitRun) -> None:
     origin = parameter._origin
     if origin.unit is not unit:
         raise ValueError(
-            f"unit {unit.path!r}: expected its own parameters, got {'/'.join(map(str, origin.place))!r} of unit "
+            f"unit {unit.path!r}: expected its own parameters, got {joined(origin.place)!r} of unit "
             f"{origin.unit.path!r}: choose units that contain both"
         )
     stack = (unit.layers, *origin.shape)
@@ -396,7 +395,7 @@ def _static(node: nnx.Pytree) -> dict[str, Any]:
 
 
 def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Iterable[Any]]) -> str:
-    new, gone = (sorted("/".join(map(str, key)) for key in keys)[:5] for keys in (new, gone))
+    new, gone = (sorted(map(joined, keys))[:5] for keys in (new, gone))
     return (
         f"unit {path!r}: expected the same variables after its call as when it was sharded, got new ones {new}, and "
         f"{gone} are missing: code outside the unit cannot read variables that are sown or created in it. Create the "

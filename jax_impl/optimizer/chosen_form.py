@@ -48,8 +48,7 @@ class Reading:
     """The effect of an optimizer on the arrays of one tree.
 
     ``owned``: for the state's leaves that belong to an array, by slot and array, the value after ``init`` and the value
-    after ``update``; also for the updates, which have a separate slot. ``shared``: the same for all other leaves, by
-    key path.
+    after ``update``; also for the updates, which have a separate slot. ``shared``: for all other leaves, by key path.
     """
 
     owners: Mapping[str, Owner]

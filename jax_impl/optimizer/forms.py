@@ -40,8 +40,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ModelTree:
-    """A pytree in which a program sees a model: its structure, and the path of each leaf. ``name``: name of the
-    form."""
+    """A pytree in which a program sees a model: its structure, and the path of each leaf. ``name``: of the form."""
 
     name: str
     structure: jax.tree_util.PyTreeDef
@@ -71,14 +70,13 @@ def taking_loss(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 def arrays_of(plan: ShardingPlan) -> tuple[StoredArray, ...]:
     arrays = []
-    for unit in plan.units.values():
-        for group in unit.groups:
-            for key, stored in group.stored.items() if group.trainable else ():
-                paths = tuple(path for path in group.paths if plan.parameters[path].key == key)
-                shapes = tuple(plan.parameters[path].shape for path in paths)
-                padded = math.prod(stored.shape) > sum(map(math.prod, shapes))
-                dtypes = group.wire.main, group.wire.grad
-                arrays.append(StoredArray(key, tuple(stored.shape), paths, shapes, dtypes, padded))
+    for group in plan.groups:
+        for key, stored in group.stored.items() if group.trainable else ():
+            paths = tuple(path for path in group.paths if plan.parameters[path].key == key)
+            shapes = tuple(plan.parameters[path].shape for path in paths)
+            padded = math.prod(stored.shape) > sum(map(math.prod, shapes))
+            dtypes = group.wire.main, group.wire.grad
+            arrays.append(StoredArray(key, tuple(stored.shape), paths, shapes, dtypes, padded))
     return tuple(arrays)
 
 

@@ -54,8 +54,7 @@ def update_in_turn(
 
     ``shardings``: of ``opt_state`` and of ``weights``. An update that needs the moments or weights of several keys at
     once (Muon's parameters of a unit, trust ratios of a global norm) runs as a whole, with all arrays on the device. If
-    the whole state is on the host, raises ``ValueError`` for such an update, and for one that needs other devices'
-    parts.
+    the whole state is on the host, raises ``ValueError`` for such updates and one that needs other devices' parts.
     """
     state = (opt_state, weights)
     keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
@@ -89,8 +88,7 @@ def update_in_turn(
 
 
 def lies_on_host(plan: ShardingPlan, opt_state: Any, weights: Buffers) -> bool:
-    """Inside a program: whether the whole state is in host memory, including step counts, so that the host updates
-    it."""
+    """Inside a program: whether the whole state, with step counts, is in host memory, so that the host updates it."""
     state = opt_state, weights
     has_counts = any(key_of(plan, path, leaf) is None for path, leaf in jax.tree.leaves_with_path(state))
     return has_counts and not any(map(is_on_device, jax.tree.leaves(state)))
@@ -127,8 +125,7 @@ def _traced(
 
 @dataclass(frozen=True)
 class _Turns:
-    """``shared``: equations that belong to no single key. ``own``: the equations of each key, in the order of the
-    weights.
+    """``shared``: equations that belong to no single key. ``own``: equations by key, in the order of the weights.
 
     ``keys``: the key of each leaf of the state.
     """
@@ -219,16 +216,13 @@ class _Turns:
         env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
-        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
+        # The variables of the shared part that keys use.
+        equations = [equation for own in self.own.values() for equation in own]
+        taken = [v for equation in equations for v in operands(equation.invars)]
+        evaluate(jaxpr, self.shared, env, [*wanted, *taken])
         # The host uses gradients from either memory.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
-
-    def _taken(self) -> list[Any]:
-        """The variables of the shared part that keys use."""
-        return [
-            v for equations in self.own.values() for equation in equations for v in operands(equation.invars)
-        ]
 
 
 # By the number of an array.

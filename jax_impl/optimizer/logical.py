@@ -37,8 +37,7 @@ def fit_to_plan(
     """A transformation of the plan's arrays that trains like ``optimizer`` on the unsharded model.
 
     If ``optimizer`` treats each element alike, wherever it is stored, this is ``optimizer`` on the stored arrays; else
-    ``optimizer`` on the model's parameters. The traced programs decide (``chosen_form.py``). ``update`` accepts
-    ``value``, the loss.
+    ``optimizer`` on the model's parameters. ``chosen_form.py`` decides. ``update`` accepts ``value``, the loss.
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
@@ -105,8 +104,7 @@ def _on_parameters(
 
 
 def _plain(state: Any) -> Any:
-    """An optimizer's state at rest, with dictionaries in place of ``nnx.State``; leaves and their order stay the
-    same."""
+    """An optimizer's state at rest, with dictionaries in place of ``nnx.State``; the leaves keep their order."""
 
     def plain(node: Any) -> Any:
         if isinstance(node, nnx.Variable):
@@ -122,16 +120,15 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
     """The parameters in the arrays, by path; each is cut like its moments."""
     by_path: dict[str, jax.Array] = {}
     last: Any = ()
-    for unit in plan.units.values():
-        for group in unit.groups:
-            if not group.trainable:
-                continue
-            # One gather after another: see forward.hold.
-            arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
-            if plan.engine == "shard_map" and not plan.model_axes.names:
-                arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
-            last = group.logical(arrays)
-            by_path.update(zip(group.paths, last, strict=True))
+    for group in plan.groups:
+        if not group.trainable:
+            continue
+        # One gather after another: see forward.hold.
+        arrays, last = fence((tuple(buffers[key] for key in group.stored), last))
+        if plan.engine == "shard_map" and not plan.model_axes.names:
+            arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
+        last = group.logical(arrays)
+        by_path.update(zip(group.paths, last, strict=True))
     return {
         path: jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, plan.logical[path].spec))
         for path, x in by_path.items()
@@ -141,12 +138,11 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
 def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
     """The plan's arrays for these weights or updates; updates may have a wider dtype than the weights."""
     by_key: Buffers = {}
-    for unit in plan.units.values():
-        for group in unit.groups:
-            if group.trainable:
-                leaves = [parameters[path] for path in group.paths]
-                dtype = jnp.result_type(*leaves)
-                arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
-                by_key.update(zip(group.stored, arrays, strict=True))
+    for group in plan.groups:
+        if group.trainable:
+            leaves = [parameters[path] for path in group.paths]
+            dtype = jnp.result_type(*leaves)
+            arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
+            by_key.update(zip(group.stored, arrays, strict=True))
     # Without the constraint, XLA may leave the flat arrays whole.
     return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in by_key.items()}

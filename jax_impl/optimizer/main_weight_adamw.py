@@ -116,8 +116,7 @@ def main_weight_adamw(
 ) -> MainWeightTransformation:
     """AdamW, or Adam, with the defaults of PyTorch's AdamW.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     learning_rate: a number, or an optax schedule: a function from the int32 count of completed steps to a scalar,
         evaluated inside the step. A scalar ``x`` gives the same bits as PyTorch with ``lr=float(x)``; a schedule's own
@@ -165,22 +164,18 @@ def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransfo
         ]
         return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
-    def apply(gradients: Any, state: AdamWState, weights: Any) -> tuple[Any, AdamWState]:
-        return _apply(settings, arrays, gradients, state, weights)
-
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Other formats treat each element alike, wherever it is stored.
         scaled = any(moment_format.scaled for moment_format in settings.formats)
         return _transformation(settings, PlanMoments(plan)) if scaled else own
 
-    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        fields: dict[str, Any] = dict(formats)
-        return _transformation(replace(settings, **fields), arrays)
+    def with_formats(formats: Mapping[str, Any]) -> MainWeightTransformation:
+        return _transformation(replace(settings, **formats), arrays)
 
     formats = {"mu": settings.mu, "nu": settings.nu}
     own = MainWeightTransformation(
         init,
-        apply,
+        partial(_apply, settings, arrays),
         settings.learning_rate,
         on_plan,
         formats,
@@ -203,9 +198,7 @@ def _apply(
 ) -> tuple[Any, AdamWState]:
     check_weights(weights, _NAME)
     count = state.count + 1
-    rate: Any = settings.learning_rate
-    if callable(rate):
-        rate = rate_after(rate, state.count, _NAME)
+    rate = rate_after(settings.learning_rate, state.count, _NAME)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
@@ -240,8 +233,7 @@ def _update_array(
     wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
     new = rows[0].encode(settings.formats[0], m, count)
     if settings.formats[1].scaled:
-        # The largest magnitude of a row that is cut over devices needs a collective, and collectives run one after
-        # another.
+        # The largest magnitude of a row that is cut over devices needs a collective; collectives run in turn.
         v, new = fence((v, new))
     return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
 
@@ -286,8 +278,7 @@ class Constants:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepScalars:
-    """For step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in the weights'
-    dtype."""
+    """Step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in the weights' dtype."""
 
     step_size: Any
     correction: Any
@@ -303,8 +294,7 @@ def adamw_update(
     constants: Constants,
     vector_bytes: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and moments after the step. Arrays have one shape and are float32 or float64; ``g`` has any floating
-    dtype.
+    """Weights and moments after the step. Arrays have one shape, float32 or float64; ``g`` any floating dtype.
 
     ``vector_bytes``: as in ``main_weight_adamw``.
     """

@@ -101,8 +101,7 @@ def main_weight_muon(
 ) -> MainWeightTransformation:
     """Muon with the arguments and defaults of ``torch.optim.Muon``; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     use_muon: whether Muon updates a parameter, given its path ("layers/0/kernel") and its shape and dtype (of one layer
         for a stack). None: all parameters of two dimensions. For more dimensions, True makes matrices of the last two,
@@ -193,16 +192,10 @@ class _Matrices:
 
     def layer_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape without the layer dimension of a stack."""
-        if self.plan is None:
-            return shape
-        group = next(
-            group for group in self.plan.units[self.plan.parameters[path].unit].groups if path in group.paths
-        )
-        return shape if group.layers is None else shape[1:]
+        return shape if self.plan is None or self.plan.layers_of(path) is None else shape[1:]
 
     def whole(self, path: str, direction: jax.Array, stack: bool) -> jax.Array:
-        """Place whole matrices on the devices that orthogonalize them. ``stack``: whether there are several
-        matrices."""
+        """Place whole matrices on the devices that orthogonalize them. ``stack``: whether they are several."""
         if self.plan is None:
             return direction
         spec = PartitionSpec()
@@ -238,13 +231,7 @@ def _on_tree(settings: _Muon) -> MainWeightTransformation:
         new, state = _apply(matrices, settings.adamw, slopes, state, _by_path(weights))
         return jax.tree.unflatten(structure, [new[_path(path)] for path, _ in paths]), state
 
-    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        return _on_plan(settings, plan)
-
-    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        return _on_tree(_with_formats(settings, formats))
-
-    return _made(settings, init, apply, on_plan, with_formats)
+    return _made(settings, init, apply, _on_tree)
 
 
 def _on_plan(settings: _Muon, plan: ShardingPlan) -> MainWeightTransformation:
@@ -259,27 +246,25 @@ def _on_plan(settings: _Muon, plan: ShardingPlan) -> MainWeightTransformation:
         new, state = _apply(matrices, adamw, slopes, state, own)
         return arrays_of_parameters(plan, new), state
 
-    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        return _on_plan(_with_formats(settings, formats), plan)
-
-    return _made(settings, init, apply, lambda other: _on_plan(settings, other), with_formats)
+    return _made(settings, init, apply, lambda changed: _on_plan(changed, plan))
 
 
 def _made(
-    settings: _Muon, init: Any, apply: Any, on_plan: Any, with_formats: Any
+    settings: _Muon, init: Any, apply: Any, with_settings: Callable[[_Muon], MainWeightTransformation]
 ) -> MainWeightTransformation:
+    """``with_settings``: the same transformation with other settings."""
     formats = {"trace": settings.trace, **settings.adamw.formats}
+
+    def with_formats(others: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+        changed = {**formats, **others}
+        trace = changed.pop("trace")
+        return with_settings(replace(settings, trace=trace, adamw=settings.adamw.with_formats(changed)))
+
+    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
+        return _on_plan(settings, plan)
+
     return MainWeightTransformation(
         init, apply, settings.learning_rate, on_plan, formats, with_formats, _NAME
-    )
-
-
-def _with_formats(settings: _Muon, formats: Mapping[str, MomentFormat]) -> _Muon:
-    of_adamw = {name: moment_format for name, moment_format in formats.items() if name != "trace"}
-    return replace(
-        settings,
-        trace=formats.get("trace", settings.trace),
-        adamw=settings.adamw.with_formats({**settings.adamw.formats, **of_adamw}),
     )
 
 
@@ -313,9 +298,7 @@ def _apply(
     own, rest = matrices.split(weights)
     before = AdamWState(state.count, state.mu, state.nu, state.mu_scale, state.nu_scale)
     new, after = adamw.apply({path: gradients[path] for path in rest}, before, rest)
-    rate: Any = settings.learning_rate
-    if callable(rate):
-        rate = rate_after(rate, state.count, _NAME)
+    rate = rate_after(settings.learning_rate, state.count, _NAME)
     rows = arrays.rows(settings.trace, own)
     moments = arrays.parts(rows, own, state.trace, state.trace_scale)
     stored = []

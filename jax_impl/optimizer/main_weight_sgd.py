@@ -84,8 +84,7 @@ def main_weight_sgd(
 ) -> MainWeightTransformation:
     """SGD with the arguments of PyTorch's SGD; ``learning_rate`` as in ``main_weight_adamw``.
 
-    Works on any pytree of floating-point arrays of 16 bits or more. Gradients have the same shapes and any floating
-    dtype.
+    Works on any pytree of float arrays of 16 bits or more. Gradients have the same shapes and any floating dtype.
 
     momentum_dtype: the format of momentum between steps, as ``mu_dtype`` of ``main_weight_adamw``.
 
@@ -114,23 +113,17 @@ def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransform
         zeros = [rows.zeros(settings.trace) for rows in arrays.rows(settings.trace, weights)]
         return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
-    def apply(gradients: Any, state: SGDState, weights: Any) -> tuple[Any, SGDState]:
-        return _apply(settings, arrays, gradients, state, weights)
-
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Other formats treat each element alike, wherever it is stored.
-        return (
-            _transformation(settings, PlanMoments(plan))
-            if settings.trace.scaled and settings.momentum
-            else own
-        )
+        scaled = settings.trace.scaled and settings.momentum
+        return _transformation(settings, PlanMoments(plan)) if scaled else own
 
-    def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        fields: dict[str, Any] = dict(formats)
-        return _transformation(replace(settings, **fields), arrays)
+    def with_formats(formats: Mapping[str, Any]) -> MainWeightTransformation:
+        return _transformation(replace(settings, **formats), arrays)
 
     formats = {"trace": settings.trace} if settings.momentum else {}
-    own = MainWeightTransformation(init, apply, settings.learning_rate, on_plan, formats, with_formats, _NAME)
+    apply, rate = partial(_apply, settings, arrays), settings.learning_rate
+    own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME)
     return own
 
 
@@ -149,9 +142,7 @@ def _apply(
 ) -> tuple[Any, SGDState]:
     check_weights(weights, _NAME)
     count = state.count + 1
-    rate: Any = settings.learning_rate
-    if callable(rate):
-        rate = rate_after(rate, state.count, _NAME)
+    rate = rate_after(settings.learning_rate, state.count, _NAME)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     rows = arrays.rows(settings.trace, weights)

@@ -28,8 +28,7 @@ The keys of moments in an optimizer's state::
                               "<key> (unscaled)"
 
 ``mu_scale`` is None if the format has no scales. In a pytree that belongs to no plan, rows follow each leaf's own
-shape. A plan (``plan_moments.py``) knows which leading dimension counts the layers of a stack, and rows follow the
-shape of one layer.
+shape. A plan (``plan_moments.py``) knows the dimension of a stack's layers, and rows follow the shape of one layer.
 """
 
 from __future__ import annotations
@@ -166,12 +165,8 @@ def _column_turns(columns: int) -> np.ndarray:
 
 
 VALUES = ""
-
-
 # The arrays of one weight array's moment, by suffix of their keys.
 Parts = Mapping[str, jax.Array]
-
-
 Compute = Callable[[Any, Any, Any], Any]
 
 

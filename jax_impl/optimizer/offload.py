@@ -17,8 +17,7 @@ from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True)
 class Offload:
-    """The part of a train state that is stored in host memory (``pinned_host``); a step copies it to the device and
-    back.
+    """The part of a train state in host memory (``pinned_host``); a step copies it to the device and back.
 
     moments: the share of the optimizer state, from 0 to 1. The moments of one weight array (a unit; in the pjit engine
         a parameter) are picked together, in the plan's order, so that the picked arrays have this share of all elements

@@ -234,9 +234,7 @@ class PlanMoments(MomentArrays):
 
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
-        self._groups: dict[str, Group] = {
-            key: group for unit in plan.units.values() for group in unit.groups for key in group.stored
-        }
+        self._groups: dict[str, Group] = {key: group for group in plan.groups for key in group.stored}
 
     def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         def of(key: str, array: Any) -> MomentRows:
@@ -291,8 +289,7 @@ class ParameterMoments(PlanMoments):
         self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
         path, _ = _items(weights)[number]
-        unit = self._plan.units[self._plan.parameters[path].unit]
-        layers = next(group.layers for group in unit.groups if path in group.paths)
+        layers = self._plan.layers_of(path)
         run = compute if layers is None else _by_layer(compute, layers)
         return run(held, gradient, numbers)
 

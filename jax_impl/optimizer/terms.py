@@ -31,17 +31,15 @@ _SAME = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint", "stop_gradient"}
 )
 # Each element of the result depends on one element of each operand.
-_ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-        "clamp", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
-        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log",
-        "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "population_count",
-        "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
-        "xor",
-    }
-)  # fmt: skip
+_ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+    "clamp", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
+    "tanh", "xor",
+})  # fmt: skip
 _SHAPING = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 # By reduction: the operation that joins two results, its neutral literal, and the padding that changes nothing.
 _REDUCTIONS = {
@@ -53,18 +51,14 @@ _REDUCTIONS = {
 }
 _JOINS = {join: reduction for reduction, (join, _, _) in _REDUCTIONS.items()}
 # These operations map zeros to zero.
-_KEEP_ZERO = frozenset(
-    {
-        "add", "add_any", "asinh", "atan", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "erf", "expm1",
-        "floor", "imag", "log1p", "max", "min", "mul", "neg", "or", "real", "reduce_precision", "round", "select_n",
-        "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "and",
-    }
-)  # fmt: skip
+_KEEP_ZERO = frozenset({
+    "add", "add_any", "asinh", "atan", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "erf", "expm1",
+    "floor", "imag", "log1p", "max", "min", "mul", "neg", "or", "real", "reduce_precision", "round", "select_n",
+    "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "and",
+})  # fmt: skip
 _INFINITE_AT_ZERO = frozenset({"rsqrt", "log", "pow"})
 # Constants of up to this many elements are compared by contents, larger ones by identity.
 _MOST_READ = 1 << 20
-
-
 Parts = frozenset[tuple[int, frozenset[str]]]
 
 
@@ -185,8 +179,7 @@ class Reader:
         return tuple((name, self._parameter(value)) for name, value in params if name not in left_out)
 
     def _parameter(self, value: Any) -> Any:
-        """Represent an inner program, such as a loop's, by its outputs for its inputs: each trace creates the program
-        again."""
+        """Represent an inner program, such as a loop's, by its outputs for its inputs: each trace creates it again."""
         if isinstance(value, tuple) and any(jaxpr_of(each) is not None for each in value):
             return tuple(map(self._parameter, value))
         jaxpr = jaxpr_of(value)

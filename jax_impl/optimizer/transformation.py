@@ -66,8 +66,7 @@ class MainWeightTransformation(optax.GradientTransformation):
 
 
 def check_rate(name: str, value: Any, of: str) -> None:
-    """Raise ``TypeError`` unless ``value`` is a number, a schedule or a scalar array; ``ValueError`` for a number below
-    0."""
+    """Raise ``TypeError`` unless ``value`` is a number, schedule or scalar array; ``ValueError`` if below 0."""
     if callable(value):
         return
     if isinstance(value, jax.Array | np.ndarray):
@@ -103,8 +102,7 @@ def check_not_negative(name: str, value: Any, of: str) -> None:
 
 
 def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]:
-    """Return a tuple. Raises ``TypeError`` unless ``values`` are numbers, ``ValueError`` unless there are ``count`` of
-    them."""
+    """Return a tuple. Raises ``TypeError`` for values that are not numbers, ``ValueError`` for another ``count``."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
     listed = tuple(values)
@@ -151,9 +149,11 @@ def _at(path: Any) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def rate_after(schedule: optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
-    """The learning rate after ``done`` steps; a number if the schedule does not depend on ``done``."""
-    rate = schedule(done)
+def rate_after(given: float | optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
+    """The learning rate after ``done`` steps; a number if ``given`` is one or does not depend on ``done``."""
+    if not callable(given):
+        return given
+    rate = given(done)
     if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
         raise ValueError(
             f"{of}: expected a schedule that returns a scalar, got {type(rate).__name__}"

@@ -171,7 +171,7 @@ def test_the_command_lists_them_and_can_leave_them(tmp_path: Path, source: Path)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    assert f"beside it: {', '.join(sorted(FILES))}\n" in call(source, tmp_path / "a", "--dry-run")
+    assert f"files next to it: {', '.join(sorted(FILES))}\n" in call(source, tmp_path / "a", "--dry-run")
     assert json.loads(call(source, tmp_path / "a", "--dry-run", "--json"))["companions"] == sorted(FILES)
     assert f"copied along: {', '.join(sorted(FILES))}\n" in call(source, tmp_path / "a")
     (source / "tokenizer.json").unlink()

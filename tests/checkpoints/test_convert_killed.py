@@ -177,7 +177,7 @@ def test_resuming_another_conversion_says_what_differs(
     assert killed(source[0], tmp_path / "c", "dcp", 30, "--resume").returncode == -9
     with pytest.raises(
         CheckpointError,
-        match=r"is unfinished, but it is of another conversion .*format: expected orbax, found dcp",
+        match=r"is unfinished, but belongs to another conversion .*format: expected orbax, found dcp",
     ):
         convert(source[0], tmp_path / "c", to="orbax", resume=True)
     make(tmp_path / "other", 3)

@@ -246,7 +246,7 @@ def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, s
     home = tmp_path / "home"
     home.mkdir()
     (home / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="home is no checkpoint: expected one to replace"):
+    with pytest.raises(CheckpointError, match="home is not a checkpoint: expected one to replace"):
         convert(source, home, replace=True)
     assert (home / "letter.txt").read_text() == "dear"
     with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
@@ -256,7 +256,7 @@ def test_replacing_takes_checkpoints_only_and_never_the_source(tmp_path: Path, s
     convert(source, outer / "inner", to="dcp")
     with pytest.raises(
         CheckpointError,
-        match=r"holds the source .*, and would be replaced: expected",
+        match=r"contains the source .*, and would be replaced: expected",
     ):
         convert(outer / "inner", outer, to="dcp", replace=True)
     (tmp_path / "link").symlink_to(tmp_path / "out")

@@ -131,9 +131,9 @@ def test_a_tied_weight_is_compared_as_it_is_asked_for(tmp_path: Path) -> None:
     assert "params/lm_head/kernel" in report.extra
     assert_same_names(diff(tmp_path / "a", tmp_path / "b", mapping="decoder", tied="both"))
     assert run(tmp_path / "a", tmp_path / "b", "--mapping", "decoder", "--tied", "both")[0] == 0
-    with pytest.raises(ValueError, match="expected a mapping, which knows the tied weights"):
+    with pytest.raises(ValueError, match="expected a mapping, which says which weights are tied"):
         diff(tmp_path / "a", tmp_path / "b", tied="both")
-    with pytest.raises(ValueError, match="expected a mapping, which knows the tied weights"):
+    with pytest.raises(ValueError, match="expected a mapping, which says which weights are tied"):
         convert(tmp_path / "a", tmp_path / "c", tied="both")
     assert not (tmp_path / "c").exists()
 

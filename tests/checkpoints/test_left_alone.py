@@ -76,7 +76,7 @@ def test_ordinary_files_of_a_hub_folder_raise_no_alarm_and_other_weights_are_nam
     save(folder / "checkpoint-500" / "pytorch_model.bin", "b")
     left = told(folder, tmp_path / "o2")
     assert {*left} == {*FOREIGN, "2_Dense/", "checkpoint-500/"}
-    assert "state of a training" in left["optimizer.pt"]
+    assert "training state" in left["optimizer.pt"]
     compared = diff(folder, folder).left_alone
     assert {Path(name).name for name in compared} == {Path(name).name for name in left}
     # One file that is given by its path has neighbours that are anybody's.
@@ -87,7 +87,9 @@ def test_data_files_of_dcp_that_the_metadata_does_not_name_are_named(tmp_path: P
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "d")
     assert told(tmp_path / "d", tmp_path / "o") == {}
     shutil.copy(tmp_path / "d" / "__0_0.distcp", tmp_path / "d" / "__3_0.distcp")
-    assert told(tmp_path / "d", tmp_path / "o2") == {"__3_0.distcp": "the metadata names nothing in it"}
+    assert told(tmp_path / "d", tmp_path / "o2") == {
+        "__3_0.distcp": "the metadata names nothing in this file"
+    }
 
 
 def test_a_rank_whose_metadata_alone_is_missing_is_refused(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_commands_print_what_is_left_alone(tmp_path: Path) -> None:
     ):
         result = run(app, command)
         assert result.exit_code == 0, result.output
-        assert "not read: optimizer.pt: state of a training" in result.output
+        assert "not read: optimizer.pt: training state" in result.output
         document = json.loads(run(app, [*command[:2], "--json"]).stdout) if command[0] != "convert" else {}
         assert "optimizer.pt" in document.get("left_alone", {"optimizer.pt"})
 

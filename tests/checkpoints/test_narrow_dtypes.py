@@ -147,10 +147,9 @@ def test_a_packed_tensor_of_a_safetensors_file_hides_no_other(tmp_path: Path, co
     report = verify(path)
     assert (report.good, report.unread) == (True, ("p",))
     said = CliRunner().invoke(app, ["verify", str(path)]).stdout
-    assert "1 of the tensors cannot be read, so nothing is said of them: p" in said
-    message = (
-        rf"found 'p' \({dtype}, {bits} bits an element, which share bytes\): leave them out \(--drop 'p'\)"
-    )
+    assert "1 of the tensors cannot be read, so they were not checked: p" in said
+    why = f"{dtype}, {bits} bits per element, so that elements share bytes"
+    message = rf"found 'p' \({why}\): leave them out \(--drop 'p'\)"
     with pytest.raises(CheckpointError, match=message):
         convert(path, tmp_path / "b")
     convert(path, tmp_path / "b", selection=Selection(drop=("p",)))

@@ -245,7 +245,7 @@ def test_a_failed_replacement_of_a_file_keeps_its_manifest(
 def test_a_file_of_the_user_at_the_place_of_the_manifest_is_kept(tmp_path: Path, source: Path) -> None:
     mine = tmp_path / "k.safetensors.manifest.json"
     mine.write_text('{"mine": true}')
-    with pytest.raises(CheckpointError, match=r"manifest\.json is in the place of the checkpoint's manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json has the name of the checkpoint's manifest"):
         convert(source, tmp_path / "k.safetensors", to="safetensors")
     assert mine.read_text() == '{"mine": true}'
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "source"]
@@ -261,7 +261,9 @@ def test_a_file_of_the_source_is_never_the_destination(tmp_path: Path) -> None:
     hugging_face_shards(folder)
     before = tree(folder)
     shard = folder / "model-00001-of-00002.safetensors"
-    with pytest.raises(CheckpointError, match="a file of the source: expected a destination apart from them"):
+    with pytest.raises(
+        CheckpointError, match="a file of the source: expected a destination outside the source"
+    ):
         convert(folder / "model.safetensors.index.json", shard, to="safetensors", replace=True)
     assert tree(folder) == before
 
@@ -270,7 +272,9 @@ def test_a_checkpoint_that_an_item_links_to_is_not_replaced(tmp_path: Path) -> N
     make(tmp_path / "real", "orbax", ARRAY)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "default").symlink_to(tmp_path / "real")
-    with pytest.raises(CheckpointError, match="a file of the source: expected a destination apart from them"):
+    with pytest.raises(
+        CheckpointError, match="a file of the source: expected a destination outside the source"
+    ):
         convert(tmp_path / "root", tmp_path / "real", to="dcp", replace=True)
     assert same_bits(read(tmp_path / "real"), ARRAY)
 

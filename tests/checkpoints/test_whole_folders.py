@@ -106,7 +106,7 @@ def test_a_number_that_is_there_twice_or_above_the_count_is_refused(
 ) -> None:
     for k, name in enumerate(names):
         save(tmp_path / name, "abc"[k])
-    with pytest.raises(CheckpointError, match="a number that is there twice, or above the count"):
+    with pytest.raises(CheckpointError, match="a number that occurs twice, or exceeds the count"):
         open_checkpoint(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_numbers_of_npz_files_are_not_joined(tmp_path: Path) -> None:
         (("consolidated.00.pth", "consolidated.01.pth"), "1 tensors that differ between ranks"),
         (("rank0.pt", "rank1.pt"), "1 tensors that differ between ranks"),
         (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "1 tensors that differ between ranks"),
-        (("tp_rank_0.safetensors", "tp_rank_1.safetensors"), "each has a piece of the same tensors"),
+        (("tp_rank_0.safetensors", "tp_rank_1.safetensors"), "each file contains pieces of the same tensors"),
     ],
 )
 def test_files_of_ranks_are_said_to_hold_pieces(tmp_path: Path, names: Sequence[str], why: str) -> None:

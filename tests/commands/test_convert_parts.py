@@ -93,9 +93,7 @@ def test_the_job_that_commits_says_what_the_whole_conversion_would(source: Path,
 def test_directories_above_a_file_url_are_asked_about_too(source: Path, tmp_path: Path) -> None:
     done = twinshard("convert", source, f"file://{tmp_path}/typo/b")
     assert done.exit_code == 2
-    assert "typo does not exist: expected the directory that is to hold file://" in done.output.replace(
-        "\n", " "
-    )
+    assert "typo does not exist: expected the directory for file://" in done.output.replace("\n", " ")
     assert not (tmp_path / "typo").exists()
 
 
@@ -127,8 +125,8 @@ def test_a_commit_of_its_own(source: Path, tmp_path: Path) -> None:
         (("--part", "x"), "expected --part K/N"),
         (("--no-commit",), "--no-commit needs --part"),
         (("--parts", "4"), "--parts needs --engine processes or ray"),
-        (("--part", "1/2", "--engine", "ray"), "give one"),
-        (("--commit", "--engine", "processes"), "commits by itself"),
+        (("--part", "1/2", "--engine", "ray"), "give only one of them"),
+        (("--commit", "--engine", "processes"), "commits without it"),
         (("--commit", "--resume"), "leave out --resume"),
         (("--part", "1/2", "--bandwidth", "2"), "expected --dry-run and a bandwidth above 0"),
         (("--part", "1/2", "--dry-run", "--bandwidth", "0"), "expected --dry-run and a bandwidth above 0"),

@@ -165,7 +165,7 @@ def test_the_example_of_parity_names_its_mistake_and_passes_once_that_is_correct
     environment_of_a_user = [sys.executable, "-m", "bridge.commands.main", *line]
     found = subprocess.run(environment_of_a_user, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1, found.stderr
-    assert "first part in mlp_norm (LayerNorm)" in found.stdout
+    assert "first diverge in mlp_norm (LayerNorm)" in found.stdout
     assert "torch: layer norm, epsilon 1e-05; JAX: layer norm, epsilon 1e-06" in found.stdout
     correct(here / "port")
     corrected = subprocess.run(

@@ -237,12 +237,14 @@ def test_values_below_the_depth_are_counted(tmp_path: Path) -> None:
         options = [] if depth is None else ["--depth", str(depth)]
         result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.pt"), *options])
         assert result.exit_code == 0
-        lines[depth] = [line for line in result.output.splitlines() if " = " in line or "besides the" in line]
+        lines[depth] = [
+            line for line in result.output.splitlines() if " = " in line or "in addition to the" in line
+        ]
     values = len(lines[None])
     assert values > 60
     # Six groups are alike in all but their parameters; "step" and an empty "state" are two values more.
     assert len(lines[4]) - 2 == (values - 2) / 6
     assert "optimizer.param_groups.{0 ... 5: 6 alike}.lr = 0.001" in lines[4]
     assert "optimizer.param_groups.{0 ... 5: 6 alike}.params = [...]" in lines[4]
-    assert lines[1] == ["step = 7", f"optimizer: {values - 1} values besides the tensors"]
-    assert lines[0] == [f"in all: {values} values besides the tensors"]
+    assert lines[1] == ["step = 7", f"optimizer: {values - 1} values in addition to the tensors"]
+    assert lines[0] == [f"in all: {values} values in addition to the tensors"]

@@ -70,7 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     ("line", "message"),
     [
         ("convert hf.safetensors |", "expected a value after 'convert hf.safetensors', got an empty one"),
-        ("inspect |", "is a variable of your script not set?"),
+        ("inspect |", "is a variable in your script not set?"),
         ("convert hf.safetensors x --mapping |", "got an empty one"),
         ("convert hf.safetensors x --mapping lama", "got 'lama'; did you mean llama?"),
         ("convert hf.safetensors x --mapping llama --into Flax", "got 'Flax'; did you mean flax?"),
@@ -84,7 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
             "the sizes of axes r, h do not follow",
         ),
         ("convert hf.safetensors x --cast *=fp8", "did you mean float8_e4m3fn or float8_e5m2?"),
-        ("convert hf.safetensors nope/deep/x", "nope does not exist: expected the directory that is to hold"),
+        ("convert hf.safetensors nope/deep/x", "nope does not exist: expected the directory for"),
         ("convert hf.safetensors nope/x", "let the command create it (--parents)"),
         ("convert hf:org/name x", "write hf://org/name"),
         ("convert https://huggingface.co/org/name x", "write hf://org/name"),
@@ -93,9 +93,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("verify GS:/bucket/x", "for a URL, write gs://bucket/x"),
         ("convert file:/nope/x y", "for a URL, write file:///nope/x"),
         ("inspect zip://x::nope.zip", "cannot open zip://x::nope.zip: FileNotFoundError: "),
-        ("convert hf.safetensors https://example.org/x", "https://example.org/x can be read only"),
-        ("convert hf.safetensors hf://org/name", "convert to a directory, and upload that (hf upload)"),
-        ("convert hf.safetensors HF://org/name", "can be read only"),
+        ("convert hf.safetensors https://example.org/x", "https://example.org/x is read-only"),
+        (
+            "convert hf.safetensors hf://org/name",
+            "convert to a directory, and upload the directory (hf upload)",
+        ),
+        ("convert hf.safetensors HF://org/name", "is read-only"),
         ("convert hf.safetensors x --mapping s3://bucket/map.toml", "got a URL: copy the file here first"),
         ("map hf.safetensors ./-dash --out s3://bucket/x.toml", "--out takes paths of this machine only"),
         ("convert hf.safetensors memory://b/x --engine processes", "expected a directory that all parts see"),
@@ -104,7 +107,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("convert -dash x", "To name the file or directory -dash, write ./-dash"),
         ("map hf.safetensors ./-dash --out nope/x.toml", "nope does not exist: expected the directory"),
         ("inspect hf.safetensors --depth -1", "Invalid value for '--depth'"),
-        ("inspect hf.safetensors --depth 2 --list", "expected no --list with it"),
+        ("inspect hf.safetensors --depth 2 --list", "expected no --list with --depth"),
         pytest.param(
             "plan fsdp --model org/name", "hf download org/name config.json", marks=pytest.mark.slow
         ),
@@ -167,7 +170,7 @@ def test_parents_are_created_when_asked_for(run: Run, tmp_path: Path) -> None:
     assert missing_parent("x") is None
     assert missing_parent("memory://nope/deep/x") is None
     status, out, _ = run("convert", "hf.safetensors", "nope/deep/x", "--dry-run")
-    assert (status, "would be asked about" in out) == (0, True)
+    assert (status, "the command would ask first" in out) == (0, True)
     assert run("convert", "hf.safetensors", "nope/deep/x", "--parents")[0] == 0
     assert run("convert", "hf.safetensors", "nope/deep/y")[0] == 0
 
@@ -200,10 +203,10 @@ def test_diff_names_the_mappings_that_fit(run: Run) -> None:
     )
     status, out, _ = run("diff", "hf.safetensors", "fx")
     assert status == 1
-    assert "the names of A may be translated to those of B: " in out
+    assert "these options may translate the names of A to names of B: " in out
     assert "--mapping llama --into flax" in out
     assert "--mapping llama --into hf" in run("diff", "fx", "hf.safetensors")[1]
-    assert "may be translated" not in run("diff", "hf.safetensors", "./-dash")[1]
+    assert "may translate" not in run("diff", "hf.safetensors", "./-dash")[1]
 
 
 def test_every_document_has_a_version_first(run: Run) -> None:

@@ -96,8 +96,8 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     assert result.exit_code == 1, result.stderr
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("unknown "))
     assert row[1] == "fsdp.toml"
-    assert "1 batch of any size and shape a device and step" in result.stdout
-    assert "--batch and --length change nothing" in result.stdout
+    assert "1 batch of any size and shape per device and step" in result.stdout
+    assert "--batch and --length have no effect" in result.stdout
     assert "tokens" not in result.stdout
     assert "8 devices: unknown whether fsdp.toml fit" in result.stdout
     assert "cheapest" not in result.stdout
@@ -283,7 +283,7 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "llama3-8b", "--node", "8"), "--node: expected a policy with two mesh axes"),
         (
             ("mixture", "--model", "llama3-8b", "--units", "blocks.*"),
-            "one [[unit]] besides the root's, got 'lay",
+            "one [[unit]] in addition to the root's, got 'lay",
         ),
         (
             ("fsdp", "--model", "llama3-8b", "--units", ""),
@@ -356,7 +356,7 @@ def test_an_escape_sequence_in_a_policys_name_does_not_reach_the_terminal(tmp_pa
     [
         (
             ("--engine", "both"),
-            "--engine: expected --target NAME,..., whose step an engine runs, got both alone",
+            "--engine: expected --target NAME,... with --engine, got --engine both alone",
         ),
         (("--compile", "--target", "h100:8"), "--compile: expected no --target"),
         (("--compile", "--runtime", "torch"), "--compile: expected --runtime jax or none"),
@@ -416,7 +416,7 @@ def test_a_search_says_no_where_even_lower_bounds_are_above_the_memory() -> None
     small, large = (call(*arguments, "--memory", memory) for memory in ("10B", "80GB"))
     assert (small.exit_code, large.exit_code) == (1, 1)
     assert "no set of changes fits; the fewest bytes at rest are" in small.stdout
-    assert "unknown, since not all of a peak is counted" in large.stdout
+    assert "unknown, because the peak is incomplete" in large.stdout
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def step(**fields: Any) -> Any:
 
 def test_a_step_is_described_by_its_sequences_or_by_its_arrays() -> None:
     assert _described(MODEL, step(is_language_model=True)) == (
-        "8 parameters, of which 2 are frozen; 2 x 3 sequences of 5 tokens a device and step; "
+        "8 parameters, of which 2 are frozen; 2 x 3 sequences of 5 tokens per device and step; "
         "bytes of one device, as XLA compiled"
     )
-    assert "; 2 x (x [3, 4]) a device and step; " in _described(MODEL, step(is_language_model=False))
+    assert "; 2 x (x [3, 4]) per device and step; " in _described(MODEL, step(is_language_model=False))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

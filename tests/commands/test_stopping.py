@@ -66,7 +66,7 @@ def test_a_signal_ends_a_conversion_in_one_sentence_and_leaves_nothing(
     done = run(KILLED, "convert", source, tmp_path / "b", "--to", "dcp", "--workers", "1", SIGNAL=name)
     assert done.returncode == 128 + signal.Signals[name]
     assert (
-        done.stderr == f"stopped by {name}: {tmp_path / 'b'} is not there, and nothing of the work is left\n"
+        done.stderr == f"stopped by {name}: {tmp_path / 'b'} does not exist, and none of the work is kept\n"
     )
     assert done.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -78,7 +78,8 @@ def test_a_resumable_conversion_flushes_its_journal_on_sigterm(tmp_path: Path, s
     assert done.returncode == 143
     (working,) = (path for path in tmp_path.iterdir() if path.name != "a")
     assert (
-        f"what is finished is in {working}, and the same command with --resume goes on there" in done.stderr
+        f"the finished work is in {working}, and the same command with --resume continues from there"
+        in done.stderr
     )
     assert len((working / JOURNAL_FILE).read_text().splitlines()) == 1 + 3
     report = convert(source, tmp_path / "b", to="dcp", resume=True)
@@ -100,7 +101,7 @@ def test_a_stopped_replacement_leaves_the_old_checkpoint_and_says_so_in_json(
     error = json.loads(done.stdout)
     assert (error["version"], error["error"]["kind"], error["error"]["status"]) == (1, "Stopped", 143)
     assert error["error"]["message"] == done.stderr.strip()
-    assert "is one complete checkpoint, the old or the new one" in done.stderr
+    assert "is one complete checkpoint, the old or the new" in done.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()} == before
 
 

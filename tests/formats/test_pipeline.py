@@ -116,7 +116,7 @@ def test_folders_of_pytorch_files_among_them(pipeline: Path, tmp_path: Path) -> 
 
 def test_a_pipeline_that_is_not_whole_is_named(pipeline: Path, tmp_path: Path) -> None:
     shutil.rmtree(pipeline / "vae")
-    with pytest.raises(CheckpointError, match=r"expected a folder 'vae' beside it, found none"):
+    with pytest.raises(CheckpointError, match=r"expected a folder 'vae' next to this file, found none"):
         open_checkpoint(pipeline)
     for name in ("../pipeline/unet", "/etc", "..", "a\0b", ""):
         (pipeline / "model_index.json").write_text(json.dumps({name: ["a", "b"]}))
@@ -175,7 +175,7 @@ def test_folders_at_a_url_are_held_to_their_manifests(pipeline: Path, tmp_path: 
     file = "/pipelines/held/vae/model.safetensors"
     store.pipe_file(file, store.cat_file(file)[:-1] + b"\x55")
     for items in ([], ["vae"]):
-        with pytest.raises(CheckpointError, match=r"vae: encoder\.w: .* not what its manifest says"):
+        with pytest.raises(CheckpointError, match=r"vae: encoder\.w: .* does not match its manifest"):
             convert("memory://pipelines/held", tmp_path / "b", items=items)
 
 

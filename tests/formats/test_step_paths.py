@@ -143,7 +143,7 @@ def test_shards_of_one_model_are_no_steps(tmp_path: Path) -> None:
 def test_a_directory_of_steps_without_a_step_says_how_to_choose_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "step_10").mkdir(parents=True)
     with pytest.raises(
-        CheckpointError, match=r"found step_10; to take one of several steps, choose it \(--step"
+        CheckpointError, match=r"found step_10; if the directory contains several steps, choose one \(--step"
     ):
         open_checkpoint(tmp_path / "run")
     (tmp_path / "other" / "weights").mkdir(parents=True)

@@ -57,5 +57,5 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_module_that_was_saved_whole_is_refused_with_what_to_save(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"Linear: of a module save the state_dict\(\)"):
+    with pytest.raises(CheckpointError, match=r"Linear: for a module save its state_dict\(\)"):
         open_checkpoint(tmp_path / "a.pt")

@@ -244,7 +244,7 @@ def test_only_the_family_with_two_layouts_has_a_choice() -> None:
 
 
 def test_fewer_layers_than_the_configuration_says_are_told(tmp_path: Path) -> None:
-    told = "says that the model has 2 layers: these are the weights of 1"
+    told = "says that the model has 2 layers, but these are the weights of 1"
     source = llama(tmp_path / "hf", {"num_hidden_layers": 2})
     report = convert(source, tmp_path / "flax", to="orbax", mapping="llama", into="flax")
     assert any(told in remark for remark in report.remarks)

@@ -47,7 +47,7 @@ def test_a_llama_from_the_hub_and_back_without_into(tmp_path: Path) -> None:
     back = tmp_path / "back"
     convert(tmp_path / "jax", back, to="safetensors", mapping="llama", from_="jax", axes={"d": 10})
     assert diff(tmp_path / "hub", back).max_ulp == 0
-    with pytest.raises(MappingError, match=r"expected another convention.* than hf.*; got 'torch'"):
+    with pytest.raises(MappingError, match=r"expected a convention.* other than hf.*; got 'torch'"):
         convert(tmp_path / "hub", tmp_path / "no", mapping="llama", into="torch")
 
 

@@ -313,7 +313,7 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
             "hf",
             None,
             "dcp",
-            "expected another convention of mapping llama than hf, .*: torchtitan, .*, flax, maxtext, .*; got",
+            "expected a convention of mapping llama other than hf, .*: torchtitan, .*, flax, maxtext, .*; got",
         ),
         ("megatron", None, "dcp", "got 'megatron'"),
         ("flax", "meta", "dcp", "expected a convention of mapping llama .*, got 'meta'"),
@@ -335,7 +335,9 @@ def test_which_conventions_are_meant_must_be_clear(
 
 def test_an_odd_or_unknown_rotary_axis_is_refused() -> None:
     source = reader("dcp", hf_checkpoint())
-    with pytest.raises(MappingError, match=r"expected an even size for axis d of mapping llama, .* got 7"):
+    with pytest.raises(
+        MappingError, match=r"expected an even size for the rotary axis d of mapping llama, got 7"
+    ):
         make_plan(source, "orbax", load_mapping("llama").with_axes({"d": 7}), into="flax")
     with pytest.raises(MappingError, match=r"the size of axis d.* does not follow .* --axis d=SIZE"):
         make_plan(source, "orbax", load_mapping("llama"), into="flax")

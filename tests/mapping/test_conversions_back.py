@@ -140,7 +140,9 @@ def test_the_result_line_names_the_conventions(tmp_path: Path) -> None:
         shown = CliRunner().invoke(app, [*command, *more])
         assert shown.exit_code == 0, shown.output
         assert "names of torch -> jax" in shown.stdout
-        assert "note: opt_state is that of optax.adamw with a constant rate" in " ".join(shown.stdout.split())
+        assert "note: opt_state is the state of optax.adamw with a constant learning rate" in " ".join(
+            shown.stdout.split()
+        )
 
 
 def stacked(source: Path) -> dict[str, torch.Tensor]:
@@ -221,6 +223,6 @@ def test_layers_in_one_tensor_are_named_where_the_mapping_has_one_for_each(tmp_p
     w = stacked(llama(tmp_path / "hub", {}))
     dcp.save(w, checkpoint_id=tmp_path / "dist", no_dist=True)
     with pytest.raises(
-        MappingError, match=r"linear_qkv.* of .* has all layers in one tensor, .*--ckpt-convert-format"
+        MappingError, match=r"linear_qkv.* of .* stores all layers in one tensor, .*--ckpt-convert-format"
     ):
         convert(tmp_path / "dist", tmp_path / "hf", mapping="qwen3_moe", into="hf", axes={"d": HEAD, "r": 2})

@@ -239,7 +239,7 @@ def test_a_vision_model_that_is_another_one_is_refused() -> None:
 def test_only_families_that_are_for_a_model_are_proposed_for_it(tmp_path: Path) -> None:
     """Megatron's is for Mistral too, but not for one with a window."""
     dense_model("mistral", num_hidden_layers=1).save_pretrained(tmp_path / "hub")
-    with pytest.raises(MappingError, match=r"Choose a mapping for it \(--mapping mistral\), or"):
+    with pytest.raises(MappingError, match=r"Choose a mapping for this model \(--mapping mistral\), or"):
         convert(tmp_path / "hub", tmp_path / "orbax", mapping="llama")
 
 

@@ -124,7 +124,7 @@ def test_blocks_of_several_possible_sizes_are_refused_without_a_configuration() 
     weight, scales, _ = float8((100, 128), (64, 128))
     reader = MemoryReader("safetensors", {"a.weight": weight, "a.weight_scale_inv": scales})
     with pytest.raises(
-        CheckpointError, match=r"one size that the shapes tell \(weight_block_size in config.json"
+        CheckpointError, match=r"one size that follows from the shapes \(weight_block_size in config.json"
     ):
         DequantizedReader(reader)
 
@@ -176,7 +176,9 @@ def openai(tmp_path: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_model_in_mxfp4_is_named_and_decoded_if_asked(tmp_path: Path, openai: Arrays) -> None:
-    with pytest.raises(MappingError, match=r"_blocks of .* is of quantized weights \(MXFP4\).*--dequantize"):
+    with pytest.raises(
+        MappingError, match=r"_blocks of .* belongs to quantized weights \(MXFP4\).*--dequantize"
+    ):
         convert(tmp_path / "hub", tmp_path / "orbax", mapping="gpt_oss")
     arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "orbax"), "--mapping", "gpt_oss"]
     result = CliRunner().invoke(app, [*arguments, "--dequantize"])

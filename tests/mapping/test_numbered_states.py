@@ -143,7 +143,7 @@ def test_a_file_gives_any_order(tmp_path: Path) -> None:
         (["x.weight", *"abcde"], r"expected names of weights .* got 'x\.weight'"),
         (
             ["head.weight", "second.bias", "first.weight", "first.bias", "second.weight", "head.bias"],
-            r"optimizer\.state\.0 .* is given to head\.weight: expected a state of its shape \(2, 3\), found \(3, 3\)",
+            r"optimizer\.state\.0 .* is assigned to head\.weight: expected a state of shape \(2, 3\), found \(3, 3\)",
         ),
     ],
 )

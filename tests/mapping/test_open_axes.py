@@ -51,7 +51,7 @@ def test_all_rules_of_a_family_ask_for_one_size_in_one_sentence_with_what_the_sh
         "mapping llama: the size of axis d (by the shapes a divisor of 1024, such as 128 or 64 or 256)"
         in message
     )
-    assert "and 1 more need it: expected a config.json beside the checkpoint" in message
+    assert "and 1 more need it: expected a config.json next to the checkpoint" in message
     assert "--axis d=SIZE on the command line" in message
     mapping = load_mapping("llama").with_axes({"d": 128})
     assert make_plan(MemoryReader("dcp", llama()), "orbax", mapping, into="flax").tensors
@@ -138,7 +138,7 @@ def test_rules_that_lack_the_same_numbers_are_one_sentence() -> None:
     assert message == (
         "rule layers.{i}.b <-> layers/{i}/b, layers.{i}.c <-> layers/{i}/c, layers.{i}.d <-> layers/{i}/d, "
         "layers.{i}.e <-> layers/{i}/e: expected a tensor for each layers.{i} that other rules have, found none for "
-        "1, 2; if the model is like that, mark the rule optional"
+        "1, 2; if the model really lacks the tensor, mark the rule optional"
     )
 
 

@@ -239,7 +239,7 @@ def test_states_of_other_libraries_are_one_sentence(state_name: str) -> None:
         make_plan(MemoryReader("dcp", arrays), "orbax", table())
     assert "\n" not in str(error.value)
     # Among state dicts nothing is said of optax.
-    with pytest.raises(MappingError, match=r"has no equal in hf\. Leave"):
+    with pytest.raises(MappingError, match=r"has no equivalent in hf\. Leave"):
         make_plan(MemoryReader("dcp", arrays), "dcp", table(third="hf"), into="hf")
 
 
@@ -396,12 +396,12 @@ def test_what_is_taken_for_granted_is_said() -> None:
     assert plan.conventions == ("jax", "torch")
     read_as, kept = plan.remarks
     assert read_as.startswith(
-        "mu, nu and count (opt_state/inner_opt_state/0/nu/*) read as those of optax.adam"
+        "mu, nu and count (opt_state/inner_opt_state/0/nu/*) read as the state of optax.adam"
     )
     assert "opt_state/acc_grads/a/kernel" in kept
     trace = jax_reader(params, jax.tree.map(np.asarray, optax.sgd(RATE, 0.9).init(params)))
     assert make_plan(trace, "dcp", table()).remarks == (
-        "trace (opt_state/0/trace/*) read as that of optax.sgd, of gradients without the learning rate",
+        "trace (opt_state/0/trace/*) read as the trace of optax.sgd, which sums gradients without the learning rate",
     )
 
 
@@ -431,13 +431,13 @@ def test_moments_of_other_shapes_than_their_weights_are_refused() -> None:
     galore = {n: a[:2] if n.endswith("exp_avg") and a.ndim > 1 else a for n, a in reader.arrays.items()}
     objects = {tuple(path): reader.objects[n] for n, path in reader.object_paths.items()}
     with pytest.raises(
-        MappingError, match=r"moments of other shapes .*a\.weight\.exp_avg.*--weights-only"
+        MappingError, match=r"moments with other shapes .*a\.weight\.exp_avg.*--weights-only"
     ) as error:
         make_plan(MemoryReader("dcp", galore, objects), "orbax", table())
     assert "\n" not in str(error.value)
     params = jax_tree({n: np.ones(shape, np.float32) for n, shape in SHAPES.items()})
     novograd = jax_reader(params, optax.novograd(RATE).init(params))
-    with pytest.raises(MappingError, match=r"moments of other shapes .*nu/a/kernel.*--weights-only"):
+    with pytest.raises(MappingError, match=r"moments with other shapes .*nu/a/kernel.*--weights-only"):
         make_plan(novograd, "dcp", table())
 
 

@@ -129,7 +129,7 @@ def test_rows_that_are_not_zeros_are_refused_unless_the_caller_says_how_many(
             make_plan(reader, "dcp", mapping)
         axis = 0 if "embed" in name else 1
         assert f"{name} of" in str(refused.value)
-        assert f"has 10 elements along axis {axis}, and the model 7: expected zeros" in str(refused.value)
+        assert f"has 10 elements along axis {axis}, but the model has 7: expected zeros" in str(refused.value)
         assert "(--axis padding=3;" in str(refused.value)
     converted = contents(make_plan(reader, "dcp", table(padding=PADDED - ROWS)), reader)
     assert equal(converted, arrays())

@@ -105,7 +105,7 @@ def test_a_part_is_there_or_not_with_its_second_name(decoder: bool) -> None:
         ("decoder.2.b", r"rule decoder\.\{i\}\.b .*found none for 2"),
         (
             "layers.2.router",
-            r"rule layers\.\{i\}\.router .*of the part have some, found none for experts of layer 2",
+            r"rule layers\.\{i\}\.router .*of the same part match one, found none for experts of layer 2",
         ),
         ("layers.1.router", r"found none for experts of layer 1"),
         # The last expert's of one layer: a stack of one would be made, beside one of two.

@@ -174,7 +174,9 @@ def test_a_comparison_of_values_that_no_process_has_is_refused() -> None:
     arrays["model.lm_head.weight"] = arrays["model.embed.weight"]
     for key in ("exp_avg", "exp_avg_sq", "step"):
         del arrays[f"optimizer.state.lm_head.weight.{key}"]
-    with pytest.raises(CheckpointError, match=r"of the run is cut over processes.*save without the mapping"):
+    with pytest.raises(
+        CheckpointError, match=r"of the run is sharded over processes.*save without the mapping"
+    ):
         SavedAs(run_state(MemoryReader("dcp", arrays)), load_mapping("decoder").with_tied("once"))
     joined = parse_mapping('[[rule]]\ntorch = ["s : m s", "z : m z"]\njax = "w/x : m (s + z)"\n', "x.toml")
     own = {f"model.{name}": np.ones((4, 6), np.float32) for name in "sz"}
@@ -184,7 +186,7 @@ def test_a_comparison_of_values_that_no_process_has_is_refused() -> None:
         for moment in ("exp_avg", "exp_avg_sq")
     }
     own |= {f"optimizer.state.{name}.step": np.asarray(1, np.float32) for name in "sz"}
-    with pytest.raises(CheckpointError, match=r"scales of rows that it joins"):
+    with pytest.raises(CheckpointError, match=r"scales of rows that the mapping joins"):
         SavedAs(run_state(MemoryReader("dcp", in_few_bits(own, "float16"))), joined)
 
 

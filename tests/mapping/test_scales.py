@@ -257,9 +257,7 @@ def test_any_box_is_decoded_from_the_scales_that_it_needs() -> None:
 def test_scales_of_another_tensor_are_refused(shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
     assert run_lengths(shape, scales) is None
     reader = MemoryReader("dcp", {"m": np.zeros(shape, np.float16), "s": np.zeros(scales, np.float32)})
-    with pytest.raises(
-        CheckpointError, match=r"s has shape .* expected for each axis a size that divides that of m"
-    ):
+    with pytest.raises(CheckpointError, match=r"s has shape .* expected each size to divide the size of m"):
         read_decoded(reader, "m", "s")
 
 
@@ -271,11 +269,11 @@ WQ = "optimizer.state.layers.1.attention.wq.weight.exp_avg"
     [
         (
             {f"{WQ}_scale": np.ones((20, 4), np.float32)},
-            r"expected scales for .*wq\.weight\.exp_avg of shape \(20, 6\)",
+            r"expected scales for .*wq\.weight\.exp_avg with sizes that divide its shape \(20, 6\)",
         ),
         (
             {f"{WQ}_scale": np.ones((10, 1), np.float32)},
-            r"along whole axes, .* each for 2 elements of an axis of 20",
+            r"each cover a whole axis, .* where each covers 2 elements of an axis of size 20",
         ),
         ({WQ: None}, r"wq\.weight\.exp_avg is missing"),
     ],
@@ -292,7 +290,7 @@ def test_a_stack_needs_the_scales_of_all_its_layers() -> None:
     del arrays[f"{WQ}_scale"]
     with pytest.raises(
         MappingError,
-        match=r"expected scales of optimizer\.state\.layers\.1\.attention\.wq\.weight\.exp_avg as of",
+        match=r"expected scales for optimizer\.state\.layers\.1\.attention\.wq\.weight\.exp_avg, as for",
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 

@@ -112,7 +112,7 @@ def test_two_with_an_optimizer_state_each_are_not_tied() -> None:
     reader = MemoryReader("dcp", arrays)
     with pytest.raises(
         MappingError,
-        match=r"optimizer\.state.* is optimizer state of a tied weight: expected none of lm_head\.weight",
+        match=r"optimizer\.state.* is optimizer state of a tied weight: expected no state of lm_head\.weight",
     ):
         make_plan(reader, "orbax", decoder("once"))
 

@@ -155,7 +155,8 @@ def test_a_missing_layer_is_named() -> None:
         name: array for name, array in dcp_arrays().items() if ".layers.1.attention.wq." not in f".{name}"
     }
     with pytest.raises(
-        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs with"
+        MappingError,
+        match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs with",
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 
@@ -226,7 +227,8 @@ def test_an_axis_tensor_that_is_no_scalar_integer_is_refused() -> None:
 def test_layers_of_different_shapes_or_dtypes_do_not_stack() -> None:
     rules = table('[[rule]]\ntorch = "layers.{i}.w : m"\njax = "w : {i} m"')
     with pytest.raises(
-        MappingError, match=r"expected one shape to stack, got \(2,\) in model\.layers\.0\.w and \(3,\)"
+        MappingError,
+        match=r"expected tensors of one shape to stack, got \(2,\) in model\.layers\.0\.w and \(3,\)",
     ):
         make_plan(
             MemoryReader("dcp", {"model.layers.0.w": np.zeros(2), "model.layers.1.w": np.zeros(3)}),
@@ -296,7 +298,7 @@ def test_moments_without_a_count_and_a_count_without_moments_are_refused() -> No
 
 
 def test_a_mapping_between_checkpoints_of_one_format_is_refused() -> None:
-    with pytest.raises(MappingError, match="translates between dcp and orbax, but memory is dcp already"):
+    with pytest.raises(MappingError, match="translates between dcp and orbax, but memory is already dcp"):
         make_plan(MemoryReader("dcp", dcp_arrays()), "dcp", load_mapping("decoder"))
 
 

@@ -40,7 +40,7 @@ sys.exit(1)
 
 def test_a_leg_in_which_no_step_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STALL_SECONDS", 1.0)
-    with pytest.raises(launch.LegError, match="no step ended in 1 s; its output is in"):
+    with pytest.raises(launch.LegError, match="no step ended within 1 s; the output is in"):
         run(tmp_path, "import time; time.sleep(30)", monkeypatch)
 
 
@@ -78,5 +78,5 @@ def test_a_rehearsal_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: p
     config = RelayConfig.load("quick")
     job = Job(config.model, config.data, config.optimizer, config.legs[1], tmp_path / "leg", None, None)
     monkeypatch.setattr(launch, "REHEARSE_SECONDS", 0.2)
-    with pytest.raises(launch.LegError, match=r"^jax: expected a rehearsal to be done in 0 s, it was not"):
+    with pytest.raises(launch.LegError, match=r"^jax: expected the rehearsal to end within 0 s, it did not"):
         launch.rehearse([job])

@@ -173,7 +173,7 @@ def test_a_wrong_value_is_refused_with_place_expected_and_got(
     [
         ({}, r"\[\[leg\]\]: expected the key policy, or strategy in its place, got 'neither'"),
         ({"precision": "bfloat16"}, r"expected the key policy, or strategy in its place"),
-        ({"policy": "zero1", "strategy": "optim"}, r"policy alone, which says all .*, got 'also strategy'"),
+        ({"policy": "zero1", "strategy": "optim"}, r"only policy, which replaces .*, got 'also strategy'"),
         (
             {"policy": "zero1", "precision": "bfloat16", "granularity": "row"},
             r"got 'also precision, granularity'",

@@ -60,7 +60,7 @@ def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
     mixed = report(worst=1e-3)
     legs = (*mixed.legs[:3], replace(mixed.legs[3], precision=("bfloat16",)))
     assert replace(mixed, legs=legs).failures() == [
-        "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03, first beyond at step 0 "
+        "loss: expected within 1e-05 of the fp32 reference, got 1.00e-03, first exceeded at step 0 "
         "(leg 1 (torch x3 fsdp))"
     ]
 
@@ -70,9 +70,9 @@ def test_fp32_legs_before_a_bfloat16_one_keep_their_tolerance() -> None:
     [
         (
             report(ulp=1, same=False),
-            "hop to leg 3: expected the same 31 tensors to the bit on both sides, got 1",
+            "hop to leg 3: expected the same 31 tensors bit for bit on both sides, got 1",
         ),
-        (report(same=False), "got 0 ULP but other tensors"),
+        (report(same=False), "got 0 ULP but different tensors"),
         (report(worst=2e-5), "loss: expected within 1e-05 of the fp32 reference, got 2.00e-05"),
         (report(worst=9e-7, fp32_error=2e-7), "distance to float64: expected within a factor of 3"),
         (report(worst=-9e-7, fp32_error=9e-7), "distance to float64: expected within a factor of 3, got 0.1"),
@@ -118,7 +118,7 @@ def test_losses_beyond_the_band_of_repeats_fail_by_step_and_leg() -> None:
     # Within the tolerance: only the band shows it.
     measured = with_repeats(departing_in_leg_3(8e-6))
     assert departing_in_leg_3(8e-6).curves().verdict == "same experiment"
-    wanted = "got beyond it from step 4 (leg 3 (torch x2 zero2)), by +8.2e-06 of the loss at most"
+    wanted = "got outside from step 4 (leg 3 (torch x2 zero2)), by at most +8.2e-06 of the loss"
     assert any(failure.endswith(wanted) for failure in measured.failures())
     heading, *rows = measured.table()
     assert [row[heading.index("curve")] for row in rows] == ["same", "same", "from 4", "same"]

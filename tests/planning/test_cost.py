@@ -211,7 +211,7 @@ def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
     root = '[[unit]]\nmatch = ""\n'
     for uneven in (policy("no_shard").replace("[[unit]]", alone + "[[unit]]", 1), alone + root):
         with pytest.raises(
-            PlanError, match=r"one policy for all layers of the stack 'layers', .* for layer 1 than"
+            PlanError, match=r"one policy for all layers of the stack 'layers', .* for layers 1 and 0"
         ):
             make_plan(stacked, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())
         make_plan(SMALL, parse_policy(uneven, "mine.toml"), 4, "jax", Workload())

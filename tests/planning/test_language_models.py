@@ -56,7 +56,7 @@ def test_attention_can_be_chosen_where_the_family_is_counted(tmp_path: Path) -> 
     for runtime, own in (("torch", Attention.fused), ("jax", Attention.plain)):
         assert peak(runtime, None) == pytest.approx(peak(runtime, own), rel=0.01)
         assert peak(runtime, Attention.fused) < 0.8 * peak(runtime, Attention.plain)
-    with pytest.raises(PlanError, match="fused, which is counted for Llama and Mixtral only"):
+    with pytest.raises(PlanError, match="fused, which is counted only for Llama and Mixtral"):
         resolve_models(gpt2, ["jax"], (), Attention.fused)
 
 

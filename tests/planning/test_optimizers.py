@@ -477,7 +477,7 @@ def test_words_of_the_command(words: tuple[str, str | None, str | None], expecte
     [
         (("adam", None, None), "--optimizer: expected one of adamw, sgd, .* got 'adam'"),
         (("adamw", "int8", None), "--moments: expected one of float32, .* got 'int8'"),
-        (("adamw", "float32,float32,float32", None), "--moments: expected one dtype, or two"),
+        (("adamw", "float32,float32,float32", None), "--moments: expected one or two dtypes"),
         (("adamw", None, "50"), "--offload: expected a share of the state such as 50% or 100%, got '50'"),
         (("adamw", None, "150%"), "--offload: expected 0 to 100%, got 150%"),
     ],
@@ -513,7 +513,7 @@ def test_frozen_patterns_are_those_of_the_runtime() -> None:
         PlanError, match=r"--frozen: expected patterns of parameter paths, but 'head.*' matches none"
     ):
         with_frozen(model, ["head.*"])
-    with pytest.raises(PlanError, match="--frozen: expected parameters that are trained, got none left"):
+    with pytest.raises(PlanError, match="--frozen: expected some parameters to train, got none left"):
         with_frozen(model, ["*"])
 
 
@@ -545,7 +545,7 @@ def test_remainders_are_adamw_s_in_pytorch_and_nothing_in_jax() -> None:
     assert saved * 2 == there.at_rest.main_weights.allocated
     assert there.at_rest.total - here.at_rest.total == saved
     assert (jax_plan.at_rest, jax_plan.peak) == (jax_plain.at_rest, jax_plain.peak)
-    assert any(line.startswith("jax: store_param_remainders changes nothing") for line in notes(comparison))
+    assert any(line.startswith("jax: store_param_remainders has no effect") for line in notes(comparison))
     with pytest.raises(PlanError, match="store_param_remainders: expected --optimizer adamw"):
         compare(models, [policy], [8], Workload(), optimizer=Optimizer("muon"))
     compare({"jax": models["jax"]}, [policy], [8], Workload(), optimizer=Optimizer("muon"))

@@ -212,10 +212,10 @@ def test_a_published_shape_on_data_and_tensor_parallel_axes() -> None:
     at = headings.index("peak")
     assert [row[at].startswith("< ") for row in rows] == [True, True, False, False]
     lines = "\n".join(notes(comparison))
-    assert "jax: what model axes send, activations and their gradients, is not counted" in lines
-    assert "torch: what" not in lines
+    assert "jax: traffic over model axes (activations and their gradients) is not counted" in lines
+    assert "torch: traffic" not in lines
     assert "is the cheapest that fits, by what is counted" in lines
-    assert "peak: with whole activations, of which model axes cut some, and so an upper bound" in lines
+    assert "peak: counts whole activations although model axes cut some, so it is an upper bound" in lines
     listed = json.loads(json.dumps(document(comparison), default=list))["plans"]
     assert [plan["mesh"] for plan in listed] == [{"dp": 8, "tp": 8}] * 2 + [{"dp": 64}] * 2
     assert [plan["peak"]["upper_bound"] for plan in listed] == [True, True, False, False]
@@ -236,7 +236,7 @@ def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
     (with_nodes,) = with_node([policy], 8, [16])
     assert with_nodes.mesh == {"outer": "all", "dp": 4, "tp": 2}
     with pytest.raises(
-        PlanError, match="--node: expected a node of devices that the 2 on model axes of p divide"
+        PlanError, match="--node: expected a multiple of the 2 devices on model axes of p, got"
     ):
         with_node([policy], 3, [15])
 

@@ -252,7 +252,7 @@ def test_a_lower_bound_never_answers_yes() -> None:
         assert answer.ways == ()
         assert answer.nearest is not None
         assert answer.nearest.bound == "lower"
-        assert "unknown, since not all of a peak is counted; the fewest bytes at rest are" in heading(answer)
+        assert "unknown, because the peak is incomplete; the fewest bytes at rest are" in heading(answer)
         (batch,) = (batch for batch in answer.batches if models[batch.runtime] is unknown)
         assert batch.batch == 0
         fits = searched(load_policy("fsdp"), 8, 10**12, models)

@@ -241,7 +241,7 @@ def test_a_users_own_model_with_its_loss_and_batch(
         assert row["time"]["rate"]["dollars"] == pytest.approx(8 * 2 / 3600 / rate * 1e6)
     without = call("fsdp", *arguments, "--loss", "target_net:loss", "--price", 2)
     assert without.exit_code == 2
-    assert "--price: expected --tokens N with it" in without.stderr
+    assert "--price: expected --tokens N, per device and microbatch, with --price" in without.stderr
     rest = document["plans"][0]["at_rest"]
     assert rest["main_weights"] <= rows[0]["held"]["weights"] <= rest["main_weights"] + rest["padding"]
     refused = call("fsdp", *arguments, "--loss", "target_net:mean_of_masked")
@@ -367,7 +367,7 @@ def test_a_step_for_tpus(cache: None) -> None:
         (("--model", "decoder:quick", "--target", "h100:8", "--runtime", "torch"), "since XLA compiles JAX"),
         (
             ("--model", "deepseek-v3", "--target", "h100:8"),
-            "expected a model that jax_impl.models.CausalLM can be",
+            "expected a model that jax_impl.models.CausalLM supports",
         ),
         (("--model", "some.module:Net", "--target", "h100:8"), "expected --loss package.module:function"),
         (("--model", "decoder:quick", "--loss", "a:b"), "expected --target NAME,..."),
@@ -393,7 +393,7 @@ def test_options_that_contradict_are_one_message(arguments: tuple[str, ...], mes
         ('x = { shape = [2], dtype = "int33" }', "x: dtype: expected one of "),
         (
             "x = { shape = [2] }\ny = { shape = [3] }",
-            "expected one or more arrays of the same first dimension",
+            "expected one or more arrays with the same first dimension",
         ),
         ("", "expected one or more arrays"),
         ("x = ", "batch.toml: expected a TOML file, got an error at: "),
@@ -453,7 +453,8 @@ def offloaded(target: str) -> dict[str, Any]:
 
 def test_moments_in_the_memory_of_a_host_of_absent_gpus_are_refused() -> None:
     with pytest.raises(
-        PlanError, match="target h100:8: --offload: expected a TPU, since JAX gives GPUs that are not"
+        PlanError,
+        match="target h100:8: --offload: expected a TPU, since JAX gives absent GPUs no host memory",
     ):
         target_leg.lowered_step(offloaded("h100:8"), target_named("h100:8"))
 

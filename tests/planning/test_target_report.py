@@ -64,7 +64,7 @@ def test_a_row_whose_text_cannot_be_read_has_memory_and_is_never_cheaper_than_a_
     plan = TargetPlan((unread, known))
     assert (unread.fits, unread.sent) == (True, None)
     assert [row and row.task.policy.source for _, row in plan.cheapest()] == ["a"]
-    assert any("b for h100:8, shard_map: its collectives are not known" in line for line in notes(plan))
+    assert any("b for h100:8, shard_map: its collectives are unknown" in line for line in notes(plan))
     headings, cells = table(plan)
     start = headings.index("gathers")
     assert cells[0][start : start + 4] == ("", "", "", "")

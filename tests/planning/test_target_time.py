@@ -94,7 +94,7 @@ def test_where_there_is_no_time_the_reason_is_said(one: TargetRow, why: str) -> 
     assert len(estimate.cells(priced=True)) == len(HEADINGS) + 1
     said = list(notes(Roofline(1, 8), [estimate]))
     assert (len(said) == 2) == (one.found is not None)
-    assert "estimates from the compiled programs, no measurements: 75%" in said[-1]
+    assert "estimates from the compiled programs, not measurements: 75%" in said[-1]
 
 
 def test_a_text_that_is_no_program_costs_a_row_its_time_alone(tmp_path: Path) -> None:

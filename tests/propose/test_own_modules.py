@@ -60,7 +60,7 @@ def test_gates_are_in_torchs_order_and_directions_are_not_exchanged(tmp_path: Pa
     assert proposal.doubts == 0
     # flax's cells have one bias for torch's two.
     assert proposal.left_a == ("rnn.bias_ih_l0", "rnn.bias_ih_l0_reverse")
-    assert "store their sum in the one that a rule names" in proposal.text
+    assert "store the sum in the bias that a rule names" in proposal.text
 
 
 def test_a_gru_has_gates_of_its_own_and_a_fused_twin(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_transposed_convolution_may_be_flipped(
 ) -> None:
     proposal = proposed(tmp_path, {f"{name}.weight": weight}, {f"{name}/kernel": kernel})
     assert not proposal.certain
-    assert any("is flipped" in doubt for rule in proposal.rules for doubt in rule.doubts)
+    assert any("flax flips" in doubt for rule in proposal.rules for doubt in rule.doubts)
 
 
 def test_an_order_that_no_name_says_is_not_that_of_the_alphabet(tmp_path: Path) -> None:

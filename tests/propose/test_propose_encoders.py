@@ -42,4 +42,4 @@ def test_alternating_gates_and_ups_are_doubted(tmp_path: Path) -> None:
     proposal = compared(tmp_path, "gpt_oss", gpt_oss(), d=10)
     doubted = {rule.a[0].partition(" : ")[0]: rule.doubts[0] for rule in proposal.rules if rule.doubts}
     both = "model.layers.{i}.mlp.experts.gate_up_proj"
-    assert doubted == dict.fromkeys((both, f"{both}_bias"), "the elements looked at differ")
+    assert doubted == dict.fromkeys((both, f"{both}_bias"), "the sampled elements differ")

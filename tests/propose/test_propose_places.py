@@ -144,7 +144,7 @@ def test_several_optimizer_states_are_doubted_aloud(tmp_path: Path) -> None:
     assert not proposal.certain
     assert all(not rule.doubts for rule in proposal.rules)
     counts = "opt_state/norms/count, opt_state/others/count"
-    told = f"several optimizer states, which a table cannot say (counts at {counts})"
+    told = f"several optimizer states, which a table cannot express (counts at {counts})"
     assert f"# uncertain: the places of jax: {told}" in proposal.text
     result = call(a, b, "--values", "--out", tmp_path / "m.toml")
     assert result.exit_code == 1

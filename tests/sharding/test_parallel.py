@@ -168,7 +168,7 @@ def test_entries_find_modules_and_parameters() -> None:
         ),
         (
             [UP, ParallelPolicy("layers.1.up", "tp", "rowwise")],
-            "[[parallel]] 2: match: expected what no other entry cuts over 'tp', got 'layers.1.up', which "
+            "[[parallel]] 2: match: expected parameters that no other entry cuts over 'tp', got 'layers.1.up', which "
             "[[parallel]] 1 cuts",
         ),
     ],

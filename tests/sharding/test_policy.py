@@ -108,7 +108,7 @@ def test_shipped_policies_are_read_by_name_and_written_as_they_are(name: str) ->
         (lambda: ShardingPolicy((ROOT,), {3: 1}), "[mesh]: expected axis names of letters"),
         (
             lambda: ShardingPolicy((ROOT,), {"dp": 2, "Stage": 4}, source="m"),
-            "m: [mesh]: axis 'Stage' is named for context or pipeline parallelism, which is not built",
+            "m: [mesh]: axis 'Stage' is named for context or pipeline parallelism, which is not supported",
         ),
         (lambda: ShardingPolicy((ROOT,), prefetch=True), "[mesh] prefetch: expected 0 or 1, got True"),
         (lambda: ShardingPolicy((ROOT,), prefetch=-1), "[mesh] prefetch: expected 0 or 1, got -1"),

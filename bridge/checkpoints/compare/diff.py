@@ -1,7 +1,6 @@
 """Comparison of two checkpoints, tensor by tensor and region by region, across formats and through a mapping.
 
-When a mapping is given, checkpoint `a` is translated into the names and layouts of `b` as it is read; no file is
-written.
+With a mapping, checkpoint `a` is translated into the names and layouts of `b` while it is read; no file is written.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.progress import Follow, followed
 
 _NOTES = (PLACES, LEAVES)
-"""Objects that conversions add, which are about the checkpoint."""
+"""Objects that conversions add, which describe the checkpoint."""
 
 
 def diff(
@@ -80,8 +79,8 @@ def diff(
     run. progress: see `convert`. workers: regions compared in parallel, some 100 MiB of memory each. items, step: see
     `open_checkpoint`; each is for those of ``a`` and ``b`` that have items or steps.
 
-    Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
-    checkpoint lacks a tensor that is compared.
+    Raises FileNotFoundError, or CheckpointError if one is damaged, the mapping does not fit ``a``, or the noise
+    checkpoint lacks a compared tensor.
     """
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes, tied, any_model=any_model)
@@ -123,10 +122,10 @@ def diff(
 
 @dataclass(frozen=True)
 class _Sides:
-    """Two checkpoints as they are compared, by the names of ``b``.
+    """Two checkpoints to compare, by the names of ``b``.
 
-    whole_a, whole_b: with all that they hold. reader_a, reader_b: what is selected of these. table, into, from_: the
-    translation of ``a``, see `make_plan`; without a table names stay.
+    whole_a, whole_b: everything in them. reader_a, reader_b: the selected parts. table, into, from_: the translation of
+    ``a``, see `make_plan`; without a table, names stay.
     """
 
     whole_a: CheckpointReader
@@ -170,7 +169,7 @@ class _Sides:
 
     @cached_property
     def left_out(self) -> frozenset[str]:
-        """The names of ``b`` for what is not selected of ``a``; none where the mapping does not fit the whole."""
+        """The names in ``b`` of the unselected parts of ``a``; none if the mapping does not fit the whole ``a``."""
         if self.reader_a is self.whole_a:
             return frozenset()
         try:
@@ -198,7 +197,7 @@ class _Sides:
         return {name: text for name, text in texts.items() if text}
 
     def require_readable(self, names: Sequence[str]) -> None:
-        """Raise CheckpointError where a tensor cannot be read."""
+        """Raise CheckpointError if a tensor cannot be read."""
         sources = (source for name in names for source in self.plan.tensors[name].sources)
         require_readable(self.whole_a, sources)
         require_readable(self.whole_b, names)
@@ -210,7 +209,7 @@ class _Sides:
         def mapped() -> TranslationPlan | None:
             if self.table is None:
                 return None
-            # As a part: only the tensors that are compared are needed, and those missing are named.
+            # As a part: only the compared tensors are needed, and missing ones are named.
             sides = replace(self, table=with_stored_sizes(self.table, self.whole_a).part())
             return sides.plan_of(SelectedReader(whole, self.selection, known))
 
@@ -238,7 +237,7 @@ class _Sides:
         return tuple(tensors)
 
     def structure(self) -> tuple[tuple[str, str], ...]:
-        """Differences between the trees; empty through a mapping, which makes another tree."""
+        """Differences between the trees; empty with a mapping, which changes the tree."""
         if self.table is not None:
             return ()
         return structure_differences(self.whole_a, self.plan, self.reader_b, self.left_out)
@@ -253,7 +252,7 @@ def _names(plan: TranslationPlan) -> set[str]:
 
 
 def _convention_of(reader: CheckpointReader, table: MappingTable, only: str | None) -> Convention | None:
-    """The naming convention of a checkpoint, and at which places it has its tensors; None if that cannot be told."""
+    """The naming convention of a checkpoint, and the places of its tensors; None if they cannot be determined."""
     try:
         tree = find(reader.tensors.values(), table, only, str(reader.path))
     except MappingError:
@@ -277,9 +276,9 @@ def _objects(
 ) -> tuple[
     tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]
 ]:
-    """Of objects: those that both have and that differ, those that cannot be read, and the names only a and only b has.
+    """Objects: those that differ, those that cannot be read, and the names that only a and that only b has.
 
-    With a mapping some have other names and values in ``b``'s convention, such as lists of weights' names.
+    With a mapping, some have other names and values in ``b``'s convention, such as lists of weights' names.
     """
     different, unreadable = [], []
     renamed = {name: value for name, (path, value) in plan.notes.items() if path not in _NOTES}
@@ -305,7 +304,7 @@ def _objects(
 
 
 def _same(a: object, b: object) -> bool:
-    """Equal in type and value; NaN equals itself, and a tuple a list: that is no difference in training."""
+    """Equal in type and value; NaN equals itself, and a tuple equals a list: training does not depend on these."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):

@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints finds: of each tensor, and of the two as wholes."""
+"""The result of comparing two checkpoints: for each tensor, and for the whole checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bridge.core.views import Viewed
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One tensor that both checkpoints have, in the same shape; ``name`` as in ``b``.
+    """One tensor that both checkpoints have with the same shape; ``name`` as in ``b``.
 
-    dtype: the one compared in, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as stored.
-    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either;
-    infinite against zeros, and where a norm is not finite. Norms are Euclidean, over all elements. within: whether the
-    tensor passes as a whole, see `Tolerance`. noise: the norm of the difference over that of ``b`` minus the noise
-    checkpoint; None without one and for integers.
+    dtype: the dtype of the comparison, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as
+    stored. relative: norm of the difference over the norm of ``a``, in float64, over all elements that are not NaN in
+    either; infinite against zeros, and if a norm is not finite. Norms are Euclidean, over all elements. within: whether
+    the tensor passes as a whole, see `Tolerance`. noise: the norm of the difference over the norm of ``b`` minus the
+    noise checkpoint; None without one and for integers.
 
-    percentiles, histogram: of the elements' relative differences, see `Spread`; pairs with a NaN are left out.
+    percentiles, histogram: of the elements' relative differences, see `Spread`; pairs with a NaN do not count.
     """
 
     name: str
@@ -41,16 +41,15 @@ class TensorDiff:
 class DiffReport(Viewed):
     """The comparison of two checkpoints; all names are those of ``b``.
 
-    missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
-    objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
-    and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
-    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
-    structure: (name, what differs) where the trees differ in None, empty containers and texts that are leaves of one
-    only, and in lists that are dicts in the other; not compared through a mapping. noise: the noise checkpoint, if
-    there was one. left_alone: by path, why files beside either checkpoint, which look like weights, were not compared;
-    this is no difference.
+    missing: tensors only in ``a``. extra: only in ``b``. mismatched: (name, what differs) if shape or dtype differs.
+    objects: (name, value in a, value in b) of values other than tensors that differ; lists and tuples are alike, other
+    types are not. unreadable: (name, why) if a value is not plain data in one of them. objects_missing, objects_extra:
+    names of values only in ``a`` or only in ``b``; they do not count as differences. structure: (name, what differs) if
+    the trees differ in None, empty containers and texts that are leaves of only one, and in lists that are dicts in the
+    other; not compared through a mapping. noise: the noise checkpoint, if there was one. left_alone: by path, why files
+    next to either checkpoint that look like weights were not compared; they do not count as differences.
 
-    As a truth value it is `same`; `within` is another name for it, for comparisons with a tolerance.
+    Its truth value is `same`; `within` is another name for `same`, for comparisons with a tolerance.
     """
 
     a: Path | str
@@ -99,22 +98,22 @@ class DiffReport(Viewed):
     def total(self) -> Difference:
         """All compared tensors together."""
         elements = sum([tensor.difference.elements for tensor in self.tensors])
-        # Those without a difference add only elements, and an addition makes an object.
+        # Tensors without a difference add only elements, and an addition makes an object.
         differing = (tensor.difference for tensor in self.tensors if tensor.difference.differing)
         return replace(sum(differing, Difference()), elements=elements)
 
     @property
     def max_ulp(self) -> float:
-        """The largest distance in any tensor; 0 only when both hold the same, to the bit.
+        """The largest distance in any tensor; 0 only if both contain the same, to the bit.
 
-        Infinite where something has no distance: a name that only one has, another shape, dtype or tree, another value.
-        `total` has the largest distance in the compared tensors alone.
+        Infinite if something has no distance: a name that only one has, another shape, dtype or tree, another value.
+        `total` has the largest distance in the compared tensors only.
         """
         return math.inf if self._apart else self.total.max_ulp
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same tensors in the same tree, all within the tolerance, and common objects agree."""
+        """Whether both have the same tensors in the same tree, all within the tolerance, and common objects agree."""
         return all(tensor.within for tensor in self.tensors) and not self._apart
 
     within = same

@@ -25,10 +25,10 @@ from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.plan.plan import PlannedTensor
 
 _SMALL = 8 << 20
-"""Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""
+"""Largest tensor, in bytes, that one worker compares alone; workers share a larger one."""
 
 _Region: TypeAlias = tuple[Difference, float | None, Spread]
-"""The difference within a box, the sum of squares of ``a`` there if there is any difference, and its spread."""
+"""The difference within a box; if there is any, the sum of squares of ``a`` there, and the difference's spread."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Pair:
     noise: Noise | None
 
     def compare(self, workers: int) -> TensorDiff:
-        """What differs between the two, whose regions that many threads compare."""
+        """Compare the two with that many threads, which share the regions."""
         dtype = common_dtype(self.planned.dtype, self.info.dtype)
         assert dtype is not None
         boxes = list(self._boxes())
         norms: list[float]
         due: list[Box]
         if len(boxes) == 1:
-            # Small tensors, of which there are many: without the sums and iterations over several.
+            # Small tensors are many: no sums and loops over several regions.
             difference, norm, spread = self._region(boxes[0], dtype)
             norms = [] if norm is None else [norm]
             due = []
@@ -58,7 +58,7 @@ class Pair:
             difference, spread, norms, due = self._joined(boxes, dtype, workers)
         relative, noise = 0.0, None
         if difference.squares:
-            # Equal regions took no arithmetic; their norm is needed only now.
+            # Equal regions needed no arithmetic; their norm is needed only now.
             norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
             relative = _ratio(difference.squares, math.fsum(norms))
         floating = not is_whole(dtype)
@@ -85,7 +85,7 @@ class Pair:
     def _joined(
         self, boxes: list[Box], dtype: np.dtype, workers: int
     ) -> tuple[Difference, Spread, list[float], list[Box]]:
-        """The regions together: difference, spread, norms of those that differ, and the boxes of all others."""
+        """The regions together: difference, spread, norms of differing regions, and the boxes of all others."""
         difference, spread = Difference(), Spread()
         norms: list[float] = []
         due: list[Box] = []
@@ -105,7 +105,7 @@ class Pair:
         return by_error or (noise is not None and noise <= self.tolerance.noise_factor)
 
     def _boxes(self) -> Iterator[Box]:
-        # Along b's stored chunks, as its compressed ones are decoded whole.
+        # Along b's stored chunks, as compressed chunks are decoded whole.
         itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
         if self.noise is not None:
             itemsize = max(itemsize, self.noise.itemsize(self.info.name))
@@ -160,8 +160,8 @@ def _in(dtype: np.dtype, array: np.ndarray) -> np.ndarray:
 
 
 def _ratio(error: float, reference: float) -> float:
-    """Of two norms, from their squares."""
-    # Against an infinite norm, which one infinite element makes, every error would be 0.
+    """The ratio of two norms, from their squares."""
+    # Relative to an infinite norm, which one infinite element causes, every error would be 0.
     if math.isinf(error) or math.isinf(reference) or not reference:
         return math.inf
     return math.sqrt(error) / math.sqrt(reference)

@@ -1,4 +1,4 @@
-"""A third checkpoint for a comparison of two: another run of the same thing, which shows how far runs are apart."""
+"""A third checkpoint for a comparison of two: another run of the same training, which shows how far runs diverge."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Noise:
     ) -> Noise:
         """The tensors of an open checkpoint that correspond to ``wanted``, the floating-point tensors of ``b``.
 
-        The checkpoint has the names of ``b``, by tree path where ``b`` is of another ``format``, or those of ``a``,
-        which ``mapped`` translates (to None without a mapping). Any floating-point dtype is right.
+        The checkpoint has the names of ``b``, by tree path if ``b`` has another ``format``, or the names of ``a``,
+        which ``mapped`` translates (to None without a mapping). Any floating-point dtype is accepted.
 
-        Raises CheckpointError that names the tensors missing, or those of another shape or kind.
+        Raises CheckpointError that names missing tensors, or tensors of another shape or kind.
         """
         plan = make_plan(reader, format)
         missing, reason = _missing(plan, wanted), ""
@@ -40,7 +40,7 @@ class Noise:
             try:
                 translated = mapped() or plan
             except CheckpointError as error:
-                reason = f"; nor does the mapping fit: {error}"
+                reason = f"; the mapping does not fit either: {error}"
             else:
                 plan = min(plan, translated, key=lambda candidate: len(_missing(candidate, wanted)))
                 missing = _missing(plan, wanted)
@@ -63,7 +63,7 @@ class Noise:
         return Noise(reader, plan)
 
     def itemsize(self, name: str) -> int:
-        """Bytes of an element of the tensor that corresponds to ``name`` of ``b``; 0 for integers without one."""
+        """Bytes per element of the tensor that corresponds to ``name`` of ``b``; 0 for integers without one."""
         planned = self.plan.tensors.get(name)
         return 0 if planned is None else planned.dtype.itemsize
 

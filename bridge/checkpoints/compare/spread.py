@@ -1,7 +1,7 @@
-"""How the relative differences of a tensor's elements are spread: counts in logarithmic bins, in bounded memory.
+"""The distribution of a tensor's relative differences: counts in logarithmic bins, in bounded memory.
 
-The bins are fixed: 16 to a power of ten, from 1e-17 to 10. Differences are relative to the larger magnitude, so no
-finite one is above 2, and in float64 none but 0 is below 1e-17. Counts add up region by region; percentiles are read
+The bins are fixed: 16 per power of ten, from 1e-17 to 10. Differences are relative to the larger magnitude, so finite
+differences are at most 2, and in float64 only 0 is below 1e-17. Counts add up region by region; percentiles are read
 from the counts.
 """
 
@@ -21,10 +21,10 @@ _NO_DIFFERENCE = {f"{percent:g}": 0.0 for percent in PERCENTILES}
 
 
 class Spread:
-    """Counts of relative differences above 0 by their size; infinite ones have a bin of their own, the last."""
+    """Counts of relative differences above 0 by their size; infinite ones have a separate bin, the last."""
 
     def __init__(self) -> None:
-        # Made for the first difference: equal tensors have none, and there may be 100,000 of them.
+        # Allocated at the first difference: equal tensors need none, and there may be 100,000 of them.
         self._counts: np.ndarray | None = None
 
     def add(self, relative: np.ndarray) -> None:
@@ -36,12 +36,12 @@ class Spread:
         self._join(np.append(counts, above.size - finite.size))
 
     def join(self, other: Spread) -> None:
-        """Add another one's counts."""
+        """Add the counts of another spread."""
         if other._counts is not None:
             self._join(other._counts)
 
     def percentiles(self, elements: int) -> dict[str, float]:
-        """The difference that so many percent of ``elements`` do not exceed; those not counted are 0 apart.
+        """The difference that so many percent of ``elements`` do not exceed; uncounted elements have difference 0.
 
         The value is the upper edge of a bin, at most 16 % above the exact percentile. Keys: "50", "90", "99", "99.9".
         """
@@ -59,8 +59,8 @@ class Spread:
     def histogram(self, elements: int) -> dict[str, int]:
         """Counts by power of ten: "1e-07" has the differences from 1e-7 to less than 1e-6.
 
-        "0" has the elements without a difference, "inf" the infinite ones, where there are any. Powers between the
-        lowest and the highest that occur are listed, also with a count of 0.
+        "0" counts the elements without a difference, "inf" the infinite differences, if there are any. All powers
+        between the lowest and the highest that occur are listed, even with a count of 0.
         """
         if self._counts is None:
             return {"0": elements} if elements else {}

@@ -1,4 +1,4 @@
-"""Where the trees of two checkpoints differ beyond tensors: typed PRNG keys, empty containers, lists and dicts."""
+"""Differences of two checkpoints' trees other than tensors: typed PRNG keys, empty containers, lists and dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOT = "(the whole tree)"
 def dtype_names(
     a: CheckpointReader, plan: TranslationPlan, b: CheckpointReader, common: Iterable[str]
 ) -> dict[str, tuple[str, str]]:
-    """The dtypes in ``a`` and ``b`` of the tensors that either has as typed PRNG keys, and the other otherwise."""
+    """The dtypes in ``a`` and ``b`` of tensors that are typed PRNG keys in one and something else in the other."""
     types_a, types_b = key_types(a), key_types(b)
     names = {}
     for name in common:
@@ -35,10 +35,10 @@ def _dtype_name(dtype: np.dtype, key: str | None) -> str:
 def structure_differences(
     a: CheckpointReader, plan: TranslationPlan, b: CheckpointReader, left_out: Set[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Where the trees have another structure, by the names of ``b``: a target for one does not fit the other.
+    """Where the trees differ in structure, by the names of ``b``: a restore target for one does not fit the other.
 
-    These are None, empty containers and texts that are leaves of one tree only, and lists that are dicts in the other.
-    plan: of ``a`` in the format of ``b``, names unchanged. left_out: names that are not to be in ``b``.
+    These are None, empty containers and texts that are leaves of only one tree, and lists that are dicts in the other.
+    plan: of ``a`` in the format of ``b``, names unchanged. left_out: names that should not be in ``b``.
     """
     kinds_a, kinds_b = tree_kinds(a), tree_kinds(b)
     leaves_a = {name: kinds_a.get(old) for name, (_, old) in plan.objects.items()}
@@ -67,7 +67,7 @@ def _other_containers(
     pairs: Iterable[tuple[TreePath, TreePath]], separator: str
 ) -> Iterator[tuple[str, str]]:
     for path_a, path_b in pairs:
-        # A flat name has no containers to be compared.
+        # A flat name has no containers to compare.
         if len(path_a) != len(path_b):
             continue
         for depth, (key_a, key_b) in enumerate(zip(path_a, path_b, strict=True)):

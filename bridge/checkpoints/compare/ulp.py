@@ -1,4 +1,4 @@
-"""How far apart two arrays of one dtype are: in units in the last place, absolutely and relatively.
+"""The distance between two arrays of one dtype: in units in the last place, absolute and relative.
 
 The values of a floating-point type, in order, are numbered by consecutive integers; the distance in ULP is the
 difference of those numbers. Bit patterns with the sign bit set count downwards from zero::
@@ -6,7 +6,7 @@ difference of those numbers. Bit patterns with the sign bit set count downwards 
     value    -inf ... -2**-149   -0.0   +0.0   2**-149 ... inf   NaNs
     number    ...        -2       -1      0        1       ...
 
-so the distance is 0 exactly when all bits agree: the two zeros are one apart, and so are NaNs with neighbouring
+so the distance is 0 exactly if all bits agree: the two zeros have distance 1, and so do NaNs with neighbouring
 payloads. Integers are their own numbers.
 """
 
@@ -26,10 +26,10 @@ LARGEST_ULP = 2**64 - 1
 """The largest distance that two 64-bit numbers can have."""
 
 _BLOCK = 1 << 18
-"""Elements looked through at a time."""
+"""Elements scanned at a time."""
 
 _SLICE = 1 << 15
-"""Differing elements examined at a time: what is computed about them stays in the processor's cache."""
+"""Differing elements examined at a time, so that intermediate results stay in the processor's cache."""
 
 
 _BITS_OF_SIZE = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -37,19 +37,18 @@ _BITS_OF_SIZE = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What passes as equal: each element of a tensor by itself, or else the tensor as a whole.
+    """What passes as equal: each element of a tensor separately, or else the tensor as a whole.
 
     An element of a floating-point type passes within ``max_ulp`` units in the last place, *or* within ``rtol`` relative
     to the larger magnitude, *or* within ``atol`` absolutely. A floating-point tensor with elements that do not pass
-    still passes when its norm-relative error, ||a - b|| / ||a||, is at most ``max_error`` (None: elements decide), *or*
-    when ||a - b|| is at most ``noise_factor`` times ||b - noise||, where `diff` is given a noise checkpoint. All norms
-    are Euclidean over the elements of the tensor, in float64.
+    still passes if its norm-relative error, ||a - b|| / ||a||, is at most ``max_error`` (None: elements decide), *or*
+    if ||a - b|| is at most ``noise_factor`` times ||b - noise||, if `diff` is given a noise checkpoint. All norms are
+    Euclidean over the elements of the tensor, in float64.
 
-    A NaN passes only against the same NaN, whatever the tolerance; integers and booleans must be equal.
+    A NaN passes only against the same NaN, with any tolerance; integers and booleans must be equal.
 
-    noise_factor: the default is 4. Two runs with independent rounding errors of one size are as far from each other as
-    from a third run, and 1.4 times as far as one of them from an exact run; the rest is room for another order of
-    summation.
+    noise_factor: the default is 4. Two runs with independent rounding errors of equal size are as far from each other
+    as from a third run, and 1.4 times as far as from an exact run; the rest allows for another order of summation.
 
     Raises ValueError for a tolerance that is negative or NaN.
     """
@@ -76,7 +75,7 @@ class Place:
     b: str
 
     def shifted(self, offsets: tuple[int, ...]) -> Place:
-        """The same element, its index counted from another corner."""
+        """The same element, with its index counted from another corner."""
         return replace(self, index=tuple(i + o for i, o in zip(self.index, offsets, strict=True)))
 
 
@@ -84,7 +83,7 @@ class Place:
 class Difference:
     """Elements compared and how many differ in some bit; of those, how many involve a NaN or exceed the tolerance.
 
-    max_abs and max_rel are over pairs without NaN; relative to the larger magnitude, infinite when one is infinite.
+    max_abs and max_rel are over pairs without NaN; relative to the larger magnitude, infinite if one is infinite.
     squares: the sum of squared differences of pairs without NaN. at_ulp, at_abs: the first element with the largest
     distance, and with the largest absolute difference above 0.
     """
@@ -115,7 +114,7 @@ class Difference:
         )
 
     def shifted(self, offsets: tuple[int, ...]) -> Difference:
-        """The same difference, its places counted from another corner."""
+        """The same difference, with its places counted from another corner."""
         if self.at_ulp is None and self.at_abs is None:
             return self
         return replace(
@@ -127,7 +126,7 @@ class Difference:
 
 @lru_cache(maxsize=4096)
 def equal(elements: int) -> Difference:
-    """No difference in any of so many elements; kept, as the tensors of a model have few sizes."""
+    """No difference in so many elements; cached, as the tensors of a model have few sizes."""
     return Difference(elements=elements)
 
 
@@ -136,8 +135,8 @@ def compare(
 ) -> Difference:
     """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements.
 
-    Elements are held against ``tolerance`` one by one. any_nan: all NaNs are one. spread: gets the relative differences
-    of the pairs without NaN. Equal bits take no arithmetic.
+    Elements are compared with ``tolerance`` one by one. any_nan: all NaNs are equal. spread: receives the relative
+    differences of pairs without NaN. Equal bits need no arithmetic.
     """
     shape, parts = a.shape, 1
     if a.dtype.kind == "c":
@@ -161,7 +160,7 @@ def compare(
 
 
 def largest_ulp(a: np.ndarray, b: np.ndarray) -> int:
-    """The largest distance of two elements of C-contiguous arrays of equal shape and dtype; all NaNs are one."""
+    """The largest distance of two elements of C-contiguous arrays of equal shape and dtype; all NaNs are equal."""
     left, right = _parts(a), _parts(b)
     largest = 0
     for start in range(0, left.size, _SLICE):
@@ -174,7 +173,7 @@ def largest_ulp(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def sum_of_squares(values: np.ndarray) -> float:
-    """Of all elements that are no NaN, accumulated in float64; infinite for infinite ones."""
+    """The sum of squares of all elements except NaN, accumulated in float64; infinite with infinite elements."""
     flat = _parts(values)
     total = 0.0
     for start in range(0, flat.size, _SLICE):
@@ -185,7 +184,7 @@ def sum_of_squares(values: np.ndarray) -> float:
 def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
     """The sum of squared differences of arrays of one shape, both complex or both real, of any floating-point dtypes.
 
-    Accumulated in float64 over pairs without NaN; infinite where only one of two is infinite.
+    Accumulated in float64 over pairs without NaN; infinite if exactly one of a pair is infinite.
     """
     left, right = _parts(a), _parts(b)
     total = 0.0
@@ -197,7 +196,7 @@ def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _parts(values: np.ndarray) -> np.ndarray:
-    """In one dimension, complex numbers as their two parts."""
+    """Flattened to one dimension, with complex numbers as their two parts."""
     flat = values.reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
@@ -211,7 +210,7 @@ def _squares(values: np.ndarray) -> float:
 
 
 class _Where(NamedTuple):
-    """Positions, in row-major order, in a tensor of this shape whose elements have one part or two."""
+    """The index, from a row-major position, in a tensor of this shape whose elements have one part or two."""
 
     positions: np.ndarray
     parts: int
@@ -227,7 +226,7 @@ class _Where(NamedTuple):
 def _differing(
     a: np.ndarray, b: np.ndarray, where: _Where, tolerance: Tolerance, any_nan: bool, spread: Spread | None
 ) -> Difference:
-    """Of elements that all differ."""
+    """The difference of elements that all differ."""
     x, y = _values(a), _values(b)
     floating = not is_whole(a.dtype)
     with np.errstate(all="ignore"):
@@ -245,7 +244,7 @@ def _differing(
         relative[np.isinf(absolute)] = np.inf
     if some_nan:
         absolute[nan] = relative[nan] = 0.0
-    # Opposite zeros are 0 apart relatively, yet without a relative tolerance only the same bits pass.
+    # Opposite zeros have relative difference 0, but without a relative tolerance only equal bits pass.
     relative[absolute == 0] = 0.0
     if spread is not None:
         spread.add(relative)
@@ -276,7 +275,7 @@ def _differing(
 
 
 _BITS = {"int2": 2, "int4": 4, "float4_e2m1fn": 4}
-"""Bits of an element, where they are fewer than those of the byte that has it."""
+"""Bits per element, for dtypes with fewer bits than their byte."""
 
 
 def _texts(a: np.generic, b: np.generic) -> tuple[str, str]:
@@ -297,7 +296,7 @@ def _values(elements: np.ndarray) -> np.ndarray:
 
 
 def _numbers(elements: np.ndarray) -> np.ndarray:
-    """The elements' place in the order of their type, as integers."""
+    """The elements' positions in the order of their type, as integers."""
     if elements.dtype.kind in "iu":
         return elements
     if elements.dtype.kind == "b":
@@ -314,14 +313,14 @@ def _signed_numbers(bits: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def _tables(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Value (float64) and number (int16) of every bit pattern of a type of one byte."""
+    """Value (float64) and number (int16) of every bit pattern of a one-byte type."""
     patterns = np.arange(256, dtype=np.uint8)
     with np.errstate(invalid="ignore"):
         values = patterns.view(ORBAX_DTYPES[name]).astype(np.float64)
     if name == "float8_e8m0fnu":  # powers of two, without a sign bit
         return values, patterns.astype(np.int16)
     if (bits := _BITS.get(name)) is not None:
-        # The other bits of the byte have no meaning, and yet tell two patterns apart.
+        # The other bits of the byte have no meaning, but still distinguish two patterns.
         low, high = (patterns & (1 << bits) - 1).astype(np.int16), (patterns >> bits).astype(np.int16)
         signed = values.astype(np.int16) if is_whole(ORBAX_DTYPES[name]) else np.where(low < 8, low, 7 - low)
         return values, signed + (high << bits)

@@ -2,8 +2,8 @@
 
     source reader -> plan (names, index relations) -> destination chunk by chunk -> commit
 
-Only the chunks in work are in memory. The destination appears complete or not at all, and the source is never written
-to. Nothing is cast unless it is asked for by name: every bit arrives.
+Only the current chunks are in memory. The destination appears complete or not at all, and the source is never written
+to. Nothing is cast unless requested by name: every bit is preserved.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from bridge.core.views import Viewed
 class ConvertReport(Viewed):
     """The result of a conversion.
 
-    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt or other parts had written. dropped:
-    names in the source that did not go along. overflowed: by name, how many finite elements a cast made infinite or
-    NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
-    verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
-    as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
-    go along. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files beside the source
-    that look like weights, each with the reason why it was not read. The report is true where `complete` is.
+    bytes: of the tensors' elements. resumed_bytes: bytes that an earlier attempt or other parts had written. dropped:
+    names in the source that were not copied. overflowed: by name, how many finite elements a cast made infinite or NaN,
+    without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified:
+    whether the source's checksums, if any, were compared. companions: files that were copied, such as `config.json`.
+    kept: companions that a replaced checkpoint had and the source lacks. not_copied: why other companions were not
+    copied. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files next to the source
+    that look like weights, each with the reason why it was not read. The report is true if `complete` is.
     """
 
     source: Path | str
@@ -80,7 +80,7 @@ class ConvertReport(Viewed):
 
     @property
     def complete(self) -> bool:
-        """Whether no file of weights was left alone, and no cast made a finite element infinite or NaN."""
+        """Whether every file of weights was read, and no cast made a finite element infinite or NaN."""
         return not (self.left_alone or self.overflowed)
 
     def __bool__(self) -> bool:
@@ -103,7 +103,7 @@ def report_of(
     verified: bool,
     started: float,
 ) -> ConvertReport:
-    """The report of a conversion that is done. places: source, destination. started: by ``time.perf_counter``."""
+    """The report of a finished conversion. places: source, destination. started: by ``time.perf_counter``."""
     source, destination = places
     return ConvertReport(
         source,
@@ -129,7 +129,7 @@ def report_of(
 def _fates(
     companions: Companions, destination: Path | str
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """The companions that were copied, those that were kept, and why the others were left behind."""
+    """The companions that were copied, the companions that were kept, and why others were not copied."""
     is_file = (
         format_by_name(destination) is not None if isinstance(destination, str) else not destination.is_dir()
     )
@@ -140,7 +140,7 @@ def _fates(
 
 
 def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
-    """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
+    """The format that a destination's name implies: "safetensors" by suffix, None for others."""
     return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
 
 
@@ -157,7 +157,7 @@ def require_place(source: Path | str, destination: Path, replace_it: bool) -> No
 
 
 def require_untouched(sources: Sequence[Path], destination: Path) -> None:
-    """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
+    """Refuse a destination that is one of the source's files, or contains one: indexes and links lead anywhere."""
     if not os.path.lexists(destination):
         return
     real = Path(os.path.realpath(destination))
@@ -165,7 +165,8 @@ def require_untouched(sources: Sequence[Path], destination: Path) -> None:
         file = Path(os.path.realpath(source))
         if real == file or real in file.parents:
             raise CheckpointError(
-                f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
+                f"{destination} is or contains {source}, a file of the source: expected a destination outside the "
+                "source"
             )
 
 
@@ -178,13 +179,13 @@ def require_apart(source: Path | str, destination: Path) -> None:
         raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
     if os.path.lexists(destination) and real_destination in real_source.parents:
         raise CheckpointError(
-            f"{destination} holds the source {source}, and would be replaced: expected a destination that does not"
+            f"{destination} contains the source {source}, and would be replaced: expected a destination that does not"
         )
 
 
 @contextmanager
 def naming(destination: Path) -> Iterator[None]:
-    """Name the destination in errors of the system: the temporary file is gone when the user reads the message.
+    """Name the destination in system errors: the temporary file no longer exists when the user reads the message.
 
     Errors about files of the source keep their name.
     """
@@ -194,11 +195,11 @@ def naming(destination: Path) -> Iterator[None]:
     except OSError as error:
         name = error.filename
         path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else target
-        # The destination, what is in it or in its working directory, or a directory that is to hold it.
+        # The destination, anything in it or in its working directory, or a directory that will contain it.
         ours = f"{path}/".startswith((f"{target}/", f"{target}.tmp-")) or target.startswith(f"{path}/")
         if error.errno is None or not ours:
             raise
-        # OSError picks the subclass that belongs to the number.
+        # OSError chooses the subclass for the error number.
         raise OSError(error.errno, error.strerror, str(destination)) from error
 
 
@@ -286,7 +287,7 @@ def convert_with(
     progress: Follow = None,
     workers: int | None = None,
 ) -> ConvertReport:
-    """As `convert`, whose choices are ``options``; where these have no format, ``dst`` does not tell it by its name."""
+    """Like `convert`, with its choices as ``options``; without a format there, the name of ``dst`` does not decide."""
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
@@ -298,7 +299,8 @@ def convert_with(
         return dataclasses.replace(report, destination=str(dst))
     if replace:
         raise CheckpointError(
-            f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
+            f"{dst} is in an object store, which cannot replace a checkpoint atomically: expected no replace "
+            "(--replace)"
         )
     # Sent files would become a part of the source.
     if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
@@ -335,7 +337,7 @@ def _convert(
             ) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
-            # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
+            # Inside the block: leaving the block with an error keeps the mixture from appearing.
             require_unchanged(conversion)
         return report_of(
             conversion,
@@ -354,7 +356,7 @@ def _write(
     workers: int,
     progress: Follow,
 ) -> int:
-    """Write everything; the bytes that were there already."""
+    """Write everything; return the bytes that were already there."""
     # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
     outputs: Collection[Output] = conversion.outputs.values()
     with collection_paused():
@@ -364,7 +366,7 @@ def _write(
     writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
     if isinstance(writer.path, UploadPath):
-        # What follows each other in the destination is written so: a store takes parts of a file.
+        # Written in the destination's order: a store accepts parts of a file.
         outputs = sorted(outputs, key=lambda output: writer.position(names[output.name]))
         work = runs(outputs, writer, names, REGION_BYTES)
     else:

@@ -3,11 +3,11 @@
     worker 0   tensor 0: read region, write its chunks; read region, write ...   tensor 2: ...
     worker 1   tensor 1: read region, write its chunks; ...
 
-A tensor of less than 1 MiB that goes along unchanged takes a shorter way: one read, from the source's file into the
-memory in which the writer gathers what it writes next; checksums are computed there, once each.
+A tensor of less than 1 MiB that is copied unchanged takes a shortcut: one read, from the source's file into the memory
+in which the writer gathers its next write; checksums are computed there, once each.
 
-Copying, checksums and files let go of Python's lock, so threads use all cores. Each worker holds one region of 32 MiB,
-and what its reading needs besides it: memory does not depend on the size of the checkpoint.
+Copying, checksums and file operations release Python's lock, so threads use all cores. Each worker holds one region of
+32 MiB and its read buffers: memory does not depend on the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from bridge.core.formats.tensors.boxes import Progress, group_boxes
 from bridge.core.mapping.language.relation import TensorView, whole_source
 
 RUN_BYTES = 256 << 20
-"""Regions of one tensor, in bytes, that go to one worker."""
+"""Bytes of consecutive regions of one tensor that go to one worker."""
 
 TOGETHER_BYTES = 8 << 20
-"""Small tensors go to one worker up to so many bytes: they lie side by side, and are read and written together."""
+"""Small tensors up to so many bytes go to one worker: they are neighbours, and are read and written together."""
 
 _MAX_LOOKED_AT = 4096
-"""Chunks of a source tensor that are looked through for each chunk written; readers have better ways with more."""
+"""Most source chunks that are searched for each written chunk; with more, readers have better ways."""
 
 
 @dataclass(frozen=True)
 class Region:
     """Chunks of one tensor of the destination that are read together as ``box``.
 
-    all_of: the tensor of the source that it is all of, unchanged, if it is one chunk.
+    all_of: the source tensor that it copies whole and unchanged, if it is one chunk.
     """
 
     tensor: Output
@@ -52,10 +52,10 @@ class Region:
 def runs(
     tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str], run_bytes: int = RUN_BYTES
 ) -> Iterator[list[Region]]:
-    """The regions to copy, without the chunks that a resumed writer has.
+    """The regions to copy, without the chunks that a resumed writer already has.
 
-    A run is of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
-    touched, and two workers would do so twice. Small tensors share one.
+    A run consists of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
+    touched, and two workers would verify it twice. Small tensors share a run.
     """
     run: list[Region] = []
     nbytes = 0
@@ -100,27 +100,27 @@ class Copier:
         self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
-        """Copy everything. When it returns or raises, no worker is at work any more."""
+        """Copy everything. When it returns or raises, all workers have stopped."""
         if workers == 1:
             self._copy()
             return
-        # Threads, not processes: reading, checksums and writing let go of Python's lock.
+        # Threads, not processes: reading, checksums and writing release Python's lock.
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(self._copy) for _ in range(workers)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
-                # A signal ended the waiting: the pool's exit below waits until the workers see the flag.
+                # A signal ended the wait: the pool's exit below waits until the workers see the flag.
                 self._stop = True
                 raise
         if self._error is not None:
-            # The error that came first. The others may only say that the writer refuses to go on.
+            # The first error. Later errors may only say that the writer refuses to continue.
             raise self._error
 
     def _copy(self) -> None:
         while True:
             try:
-                # A generator cannot be advanced by two threads at once.
+                # Two threads cannot advance a generator at once.
                 with self._lock:
                     run = None if self._stop else next(self._work, None)
                 if run is None:
@@ -134,7 +134,7 @@ class Copier:
                 raise
 
     def _copy_small(self, run: list[Region]) -> list[Region]:
-        """Copy small tensors that go along unchanged; those regions that are left."""
+        """Copy small tensors that stay unchanged; return the remaining regions."""
         small = [(region.all_of, region) for region in run if region.all_of is not None]
         if not small:
             return run
@@ -153,8 +153,8 @@ class Copier:
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None
         for chunk in region.chunks:
-            # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
-            # read, and the region's other chunks are in that array as well.
+            # Chunks that the source stores as they will be written are lent. At the first other chunk, the region is
+            # read, and that array also contains the region's other chunks.
             loans = [] if array is not None else self._lend(region, chunk)
             if loans:
                 crc = loans[0].crc if len(loans) == 1 else None
@@ -179,9 +179,9 @@ class Copier:
 
 
 def lend(tensor: Output, reader: CheckpointReader, chunk: Box, offset: int) -> list[Loan]:
-    """The elements of a chunk where they lie in the source, in parts, so that nothing is copied in memory.
+    """The elements of a chunk, lent from the source in parts, so that nothing is copied in memory.
 
-    No part, if the chunk has to be read: it is cast or calculated, or does not lie in the source as it will be written.
+    No part if the chunk must be read: if it is cast or calculated, or stored differently in the source.
     """
     content = tensor.planned.content
     if tensor.is_cast or not isinstance(content, TensorView) or len(content.blocks) != 1:
@@ -208,6 +208,6 @@ def lend(tensor: Output, reader: CheckpointReader, chunk: Box, offset: int) -> l
 
 
 def _is_run(piece: Box, box: Box) -> bool:
-    """Whether the elements of a piece follow each other in the row-major order of the box."""
+    """Whether the elements of a piece are contiguous in the row-major order of the box."""
     cut = next((axis for axis, n in enumerate(piece.sizes) if n != 1), len(piece.sizes))
     return piece.sizes[cut + 1 :] == box.sizes[cut + 1 :]

@@ -1,4 +1,4 @@
-"""What a conversion will write: its choices, and the plan that is made of them before anything is written."""
+"""The choices of a conversion, and the plan that is made from them before anything is written."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ from bridge.core.version import __version__
 class ConvertOptions:
     """The choices of a conversion.
 
-    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` goes by the
-    destination's name first). mapping: a shipped family's name, a TOML file or a table; without one names pass through
-    as tree paths. into, from_: conventions of the
-    mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
-    selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
-    that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
-    manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
-    source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
-    MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
+    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` first considers the
+    destination's name). mapping: a shipped family's name, a TOML file or a table; without one, tree paths are kept.
+    into, from_: conventions of the mapping, if names and format do not determine them. axes: sizes for the mapping's
+    axes, which override its table. selection: which part of the source. casts: dtypes by patterns of names in the
+    destination. tied: whether a weight with two names is stored "once" or under "both"; default: as in the source.
+    verify: compare the source with its manifest and its format's checksums, as far as it is read. any_model: use the
+    mapping for any model that the source's `config.json` names. companions: also copy `config.json`, tokenizer files
+    and the like. dequantize: decode MXFP4 weights and float8 weights with scales of blocks to bfloat16, see
     `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
-    become an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for:
-    "model", or a file with a weight's name on each line, see `numbered_states.py`.
+    each become an item of an Orbax destination. optimizer_order: the meaning of torch's numbers in optimizer states:
+    "model", or a file with one weight's name on each line, see `numbered_states.py`.
     """
 
     to: Format | None = None
@@ -90,13 +89,13 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that was planned: what the destination will hold.
+    """A planned conversion: the contents of the destination.
 
-    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
-    of tensors and objects by name in the destination, see `tensors/leaves.py`, but for implied ones.
-    files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
-    in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding. companions: files that go along, see `bridge.core.formats.whole.companions`.
+    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds: of
+    tensors and objects by name in the destination, see `tensors/leaves.py`, without implied ones. files: the source's
+    files, empty if they are in a store. digest: of these files, by name, size and time. left_out: names in the source
+    that are not copied, dropped or not selected. inexact: names in the destination of tensors that the mapping
+    calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
     """
 
@@ -122,11 +121,11 @@ class Conversion:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the plan: two that are equal write the same, given the same source."""
+        """A digest of the plan: plans with equal digests write the same, given the same source."""
         lines = []
         for output in self.outputs.values():
             planned, content = output.planned, output.planned.content
-            # Of a tensor that goes along as it is, the whole text would take longer than small elements.
+            # For an unchanged tensor, making the whole text would take longer than copying small elements.
             source = whole_source(content)
             text = (
                 f"all of {source} {content.shape} {name_of(content.dtype)}"
@@ -143,9 +142,9 @@ class Conversion:
 def planned(
     source: str | os.PathLike[str], options: ConvertOptions
 ) -> Iterator[tuple[Conversion, CheckpointReader]]:
-    """TranslationPlan a conversion, with the source open meanwhile. Nothing is written.
+    """Plan a conversion, with the source open meanwhile. Nothing is written.
 
-    Raises what `convert` raises about source, mapping, selection and casts.
+    Raises the errors of `convert` about source, mapping, selection and casts.
     """
     table = None
     if options.concern_a_mapping:
@@ -167,7 +166,7 @@ def planned(
             reader = selected = SelectedReader(held, options.selection)
             left_out = selected.left_out
             if table is not None:
-                # A part of a model does not have what the rules of the whole require, or all that tells sizes.
+                # A part of a model may lack tensors that rules require, or that determine sizes.
                 table = with_stored_sizes(table, held).part()
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
@@ -209,7 +208,7 @@ def _translation(
 
 
 def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:
-    """The files that go along. unread: files beside the source that are left alone, by name."""
+    """The files that are copied. unread: files next to the source that are left alone, by name."""
     companions = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
     adapter = {ADAPTER_CONFIG: "the adapter that it describes is not read"}
     without = adapter if any(name.startswith(ADAPTER) for name in unread) else {}
@@ -219,7 +218,7 @@ def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: Con
 def conversion_key(
     source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
 ) -> dict[str, str]:
-    """What identifies a conversion: two that agree in it write the same bytes."""
+    """The identity of a conversion: conversions with equal keys write the same bytes."""
     return {
         "source": source if isinstance(source, str) else os.path.abspath(source),
         "files": conversion.digest,
@@ -231,7 +230,7 @@ def conversion_key(
 
 
 def require_unchanged(conversion: Conversion) -> None:
-    """CheckpointError when the source is not what it was when the conversion was planned."""
+    """CheckpointError if the source has changed since the conversion was planned."""
     if conversion.files and digest_of(conversion.files) != conversion.digest:
         raise CheckpointError(
             f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "

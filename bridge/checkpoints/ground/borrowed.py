@@ -1,8 +1,8 @@
-"""Elements of a checkpoint to look at once, without memory of their own where that can be saved.
+"""Elements of a checkpoint that are inspected once, without allocating memory where possible.
 
-all of a tensor, up to 1 MiB    read into memory that each thread has
-all of a tensor, larger         lent: read into memory that is used again
-parts, and all that is decoded  read into a new array
+all of a tensor, up to 1 MiB    read into the thread's memory
+all of a tensor, larger         lent: read into reusable memory
+parts, and decoded data         read into a new array
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALL = 1 << 20
 
 
 class Memory(threading.local):
-    """What a thread reads small tensors into, two at a time: 2 MiB."""
+    """A thread's memory for small tensors, two at a time: 2 MiB."""
 
     def __init__(self) -> None:
         self.first, self.second = (memoryview(bytearray(_SMALL)) for _ in range(2))
@@ -35,12 +35,12 @@ MEMORY = Memory()
 
 
 def borrow(reader: CheckpointReader, name: str, box: Box, memory: memoryview) -> Loan:
-    """The elements of a box, until they are given back or the next are borrowed into ``memory``, which is the thread's.
+    """The elements of a box, valid until they are returned or the next are borrowed into ``memory``, the thread's own.
 
-    Errors as `CheckpointReader.read`.
+    Errors as in `CheckpointReader.read`.
     """
     info = reader.tensors[name]
-    # Of a part a reader may find out that it is not in one piece only when it is there, fetched from a store.
+    # A reader may notice only after fetching a part from a store that the part is not contiguous.
     if info.chunks == (box,):
         nbytes = info.nbytes
         if nbytes <= _SMALL:
@@ -58,10 +58,10 @@ def borrow(reader: CheckpointReader, name: str, box: Box, memory: memoryview) ->
 
 
 def _nothing() -> None:
-    """What is the thread's stays so."""
+    """Does nothing: the thread's memory stays with the thread."""
 
 
-# The bits of the exponent, all of which are set in infinities and NaNs and in nothing else.
+# The exponent's bits, which are all set exactly in infinities and NaNs.
 _EXPONENT = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "float16": 0x1F << 10, "bfloat16": 0xFF << 7}
 _NAN, _INFINITE = 1, 2
 
@@ -88,7 +88,7 @@ def count_not_finite(array: np.ndarray) -> tuple[int, int]:
 
 @lru_cache
 def _kinds(name: str) -> np.ndarray:
-    """Whether each bit pattern of a type of one byte is a NaN, an infinity or neither."""
+    """Whether each bit pattern of a one-byte type is a NaN, an infinity or neither."""
     with np.errstate(invalid="ignore"):
         values = np.arange(256, dtype=np.uint8).view(ORBAX_DTYPES[name]).astype(np.float64)
     return np.where(np.isnan(values), _NAN, np.where(np.isinf(values), _INFINITE, 0)).astype(np.uint8)

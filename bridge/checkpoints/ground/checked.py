@@ -1,8 +1,8 @@
-"""A checkpoint as its manifest describes it: what is read is compared with the checksums, and a difference is an error.
+"""A checkpoint compared with its manifest: everything read is compared with checksums, and a difference is an error.
 
-Chunks of the manifest that a block holds whole are compared as they are read. Of others the whole chunk is read for the
-comparison, when a part of it is first asked for. `verify` lists the same problems without stopping.
-Tensors whose format has checksums are left to the format's reader.
+Chunks of the manifest that a block contains whole are compared as they are read. For other chunks, the whole chunk is
+read for the comparison when a part of it is first requested. `verify` lists the same problems without stopping. The
+format's reader checks tensors whose format has checksums.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Problem:
 
 @runtime_checkable
 class SaysWhatIsChecked(Protocol):
-    """A reader of a format that has checksums of its own."""
+    """A reader of a format with its own checksums."""
 
     def checksummed(self, name: str) -> bool:
         """Whether every stored chunk of a tensor has a checksum that reading verifies."""
@@ -67,23 +67,23 @@ class SaysWhatIsChecked(Protocol):
 @runtime_checkable
 class _SaysWhereDataIs(Protocol):
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        """For each file, the ranges of chunks' elements: the first byte, and the byte after the last."""
 
 
 @runtime_checkable
 class _HasCopies(Protocol):
     def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
-        """Tensors with a damaged copy that is not read, since another file has the same, and what is wrong with it."""
+        """Tensors with a damaged copy that is not read, since another file has the data, and what is wrong with it."""
 
 
 @runtime_checkable
 class _ShowsFiles(Protocol):
     def view(self, file: str) -> FileView | None:
-        """A file of the checkpoint, to look at between its chunks; None where it is in a store."""
+        """A file of the checkpoint, for reading between its chunks; None if it is in a store."""
 
 
 def file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Of the files that the manifest lists: missing, of another size, or not of their checksum."""
+    """Problems of the manifest's files: missing, of another size, or with another checksum."""
     for name, expected in manifest.files.items():
         path = _listed_file(home, manifest, name)
         if ".." in Path(name).parts or Path(name).is_absolute():
@@ -103,7 +103,7 @@ def file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _listed_file(home: Path, manifest: Manifest, name: str) -> Path:
-    """A checkpoint that is one file may have been renamed, its manifest with it."""
+    """A checkpoint in one file may have been renamed, together with its manifest."""
     if home.is_dir():
         return home / name
     return home if len(manifest.files) == 1 else home.parent / name
@@ -118,13 +118,13 @@ def _file_crc(path: Path) -> int:
 
 
 def copy_problems(reader: CheckpointReader) -> Iterator[Problem]:
-    """Of copies of chunks that several ranks have written, of which reading takes one."""
+    """Problems of the copies of chunks that several ranks have written; reading uses only one copy."""
     if isinstance(reader, _HasCopies):
         yield from (Problem(name, str(error)) for name, error in reader.damaged_copies())
 
 
 def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Of headers and the like in files whose data the chunks' checksums speak for."""
+    """Problems of headers and the like in files whose data the chunks' checksums cover."""
     listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
     if not listed or not isinstance(reader, _SaysWhereDataIs):
         return
@@ -146,7 +146,7 @@ def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> I
 
 
 def structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator[Problem]:
-    """Another format than in the manifest; tensors and objects that are missing, or that it does not list."""
+    """A format that differs from the manifest's; tensors and objects that are missing or not in the manifest."""
     if reader.format != manifest.format:
         yield Problem(
             MANIFEST_FILE, f"expected format {manifest.format}, as in the manifest, got {reader.format}"
@@ -164,7 +164,7 @@ def structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator
 
 
 def object_problems(name: str, value: object, manifest: Manifest) -> Iterator[Problem]:
-    """One, if an object has another value than the manifest's checksum says."""
+    """A problem if an object's value does not match the manifest's checksum."""
     expected = manifest.objects.get(name)
     if expected is not None and (crc := object_checksum(value)) != expected:
         yield Problem(
@@ -173,11 +173,11 @@ def object_problems(name: str, value: object, manifest: Manifest) -> Iterator[Pr
 
 
 def entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]:
-    """Of a tensor's dtype and shape, and of the chunks that the manifest lists of it."""
+    """Problems of a tensor's dtype and shape, and of its chunks in the manifest."""
     if entry.dtype != name_of(info.dtype) or entry.shape != info.shape:
         text = f"expected {entry.dtype} {list(entry.shape)}, as in the manifest, got {info.dtype} {list(info.shape)}"
         return [Problem(info.name, text)]
-    # Nearly always the manifest has the chunks of the file, which were checked when that was opened.
+    # The manifest nearly always has the chunks of the file, which were checked when the file was opened.
     if tuple(entry.chunks) == info.chunks:
         return []
     try:
@@ -188,7 +188,7 @@ def entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]
 
 
 def crc_problems(info: TensorInfo, chunk: Box, expected: int, crc: int) -> list[Problem]:
-    """One, unless the checksums of a chunk agree."""
+    """A problem unless the checksums of a chunk agree."""
     if crc == expected:
         return []
     return [
@@ -201,14 +201,14 @@ def crc_problems(info: TensorInfo, chunk: Box, expected: int, crc: int) -> list[
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:
-    """``reader``, held to the manifest of its checkpoint; ``reader`` itself if there is none.
+    """``reader``, compared with the manifest of its checkpoint; ``reader`` itself if there is none.
 
-    Metadata files, names, dtypes and shapes are compared at once, values when they are read.
+    Metadata files, names, dtypes and shapes are compared immediately, values when they are read.
 
-    Raises CheckpointError, naming file, tensor or chunk, where the checkpoint is not what the manifest says.
+    Raises CheckpointError, naming file, tensor or chunk, if the checkpoint does not match the manifest.
     """
     if isinstance(reader, StoredReader):
-        # Closed by whoever opened it, with what it reads.
+        # Whoever opened the reader closes it.
         reader = reader.opened
     if isinstance(reader, JoinedReader):
         return reader.replaced(checked)
@@ -224,7 +224,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 def _problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
     yield from file_problems(home, manifest)
     yield from structure_problems(reader, manifest)
-    # Where DCP's chunks are is said between them: a store would be asked for all of its data at once.
+    # DCP's chunk places are stored between the chunks: a store would have to deliver all of its data at once.
     if reader.format == "safetensors" or not isinstance(home, StorePath):
         yield from rest_problems(reader, home, manifest)
     for name, entry in manifest.tensors.items():
@@ -232,7 +232,7 @@ def _problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Itera
 
 
 class CheckedReader(WrappingReader):
-    """``reader``, whose values are compared with ``manifest``, the content of the file ``source``; see above."""
+    """``reader``, with values compared with ``manifest``, the content of the file ``source``; see above."""
 
     def __init__(self, reader: CheckpointReader, manifest: Manifest, source: str) -> None:
         super().__init__(reader)
@@ -242,18 +242,18 @@ class CheckedReader(WrappingReader):
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
-        # Guards the set of compared chunks. Two threads may compare one chunk, which costs time only.
+        # Guards the set of compared chunks. Two threads may compare one chunk, which only costs time.
         self._lock = threading.Lock()
         self.objects = ReadWhenAsked(reader.object_paths, self._checked_object)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor; CheckpointError also for one that is not as in the manifest."""
+        """One block of a tensor; CheckpointError also if it does not match the manifest."""
         array = self._reader.read(name, box)
         self._compare(name, Box.whole(self.tensors[name].shape) if box is None else box, array)
         return array
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """One block where it is in the file; CheckpointError also for one that is not as in the manifest."""
+        """One block lent from the file; CheckpointError also if it does not match the manifest."""
         loan = self._reader.lend(name, box, offset)
         if loan is not None:
             crc = self._compare(name, box, loan.array)
@@ -261,7 +261,7 @@ class CheckedReader(WrappingReader):
         return loan
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """Small tensors into memory, compared with the manifest; None also for one that is not as in there."""
+        """Small tensors into memory, compared with the manifest; None also for a tensor that does not match."""
         sums_of_all = self._reader.read_into(wanted)
         return [self._held(*tensor, sums) for tensor, sums in zip(wanted, sums_of_all, strict=True)]
 
@@ -283,17 +283,18 @@ class CheckedReader(WrappingReader):
         """Raise CheckpointError for the first of these."""
         for problem in problems:
             raise CheckpointError(
-                f"{self.path}: {problem.where}: {problem.text}. The checkpoint is not what its manifest says: use an "
-                "undamaged copy (twinshard verify lists all that is wrong), or convert it as it is (--no-verify): the "
-                f"manifest of the new checkpoint will be of what is read. The manifest is {self._source}"
+                f"{self.path}: {problem.where}: {problem.text}. The checkpoint does not match its manifest: use an "
+                "undamaged copy (twinshard verify lists all differences), or convert without verifying "
+                "(--no-verify): the new checkpoint's manifest will then describe the data as read. The manifest is "
+                f"{self._source}"
             )
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> int | None:
-        """Compare the manifest's chunks in a box; the CRC-32C of the box, if it is one of them and was looked at."""
+        """Compare the manifest's chunks in a box; the CRC-32C of the box, if it is one of them and was computed."""
         if self._is_own(name):
             return None
         if name not in self._listed:
-            # With the manifest's chunks, which need not be those of the file.
+            # With the manifest's chunks, which may differ from the file's chunks.
             chunks = tuple(self._manifest.tensors[name].chunks)
             info = self.tensors[name]
             self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
@@ -312,7 +313,7 @@ class CheckedReader(WrappingReader):
         return crc_of_box
 
     def _is_own(self, name: str) -> bool:
-        """Whether the format has checksums of the tensor, which its reader compares."""
+        """Whether the format has checksums of the tensor, which the format's reader compares."""
         own = self._owned.get(name)
         if own is None:
             own = self._owned[name] = self._own(name)
@@ -340,7 +341,7 @@ def _never(name: str) -> bool:
 
 
 def manifest_home(path: Path) -> Path:
-    """Whose manifest speaks for ``path``: that of ``path``, or of the only step, item or safetensors file in it."""
+    """The path with the manifest for ``path``: ``path`` itself, or the only step, item or safetensors file in it."""
     if not path.is_dir() or manifest_path(path).exists():
         return path
     try:

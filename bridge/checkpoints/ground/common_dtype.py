@@ -9,15 +9,15 @@ from bridge.core.formats.tensors.base import is_whole
 
 
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
-    """The dtype in which to compare two: of floating-point types the narrower, to which the other is rounded.
+    """The dtype in which to compare two dtypes: the narrower floating-point type, to which the other is rounded.
 
-    Of integers the one that holds the values of both, as there no value may change. None when neither floating-point
-    type holds all values of the other (float16 and bfloat16), and for types of different kinds.
+    For integers, the type that holds the values of both, since no value may change. None if neither floating-point type
+    holds all values of the other (float16 and bfloat16), and for types of different kinds.
     """
     if a == b:
         return a
     if is_whole(a) and is_whole(b):
-        # NumPy promotes none of ml_dtypes' integers, which have a byte each.
+        # NumPy promotes none of ml_dtypes' integers, which take one byte each.
         joint = np.promote_types(*(dtype if dtype.kind in "biu" else np.int8 for dtype in (a, b)))
         return joint if joint.kind in "biu" else None
     if a.kind == b.kind == "c":

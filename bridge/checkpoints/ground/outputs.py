@@ -1,4 +1,4 @@
-"""Tensors of a destination: casts asked for by name, dtypes that its format has, and the kinds of its leaves."""
+"""Tensors of a destination: casts requested by name, dtypes that its format supports, and the kinds of its leaves."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _KINDS = {
 _COUNTS = ("step", "count")
 _OF_WEIGHTS = ("_scale_inv", "_scale")
 _UNSCALED = ("float32", "float64", "bfloat16")
-"""Dtypes with the range that moments need without scales."""
+"""Dtypes with enough range for moments without scales."""
 
-# Of all outputs: they count rarely, and there may be 20,000.
+# Shared by all outputs: counting is rare, and there may be 20,000 outputs.
 _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor as it will be written: a planned one, cast or not.
+    """A tensor as it will be written: a planned tensor, cast or not.
 
     A cast rounds to nearest, ties to even. `overflowed` counts finite elements that became infinite, or
     NaN in dtypes without infinity.
@@ -85,7 +85,7 @@ class Output:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of; none if its value follows from the plan."""
+        """Names of its source tensors; none if its value follows from the plan."""
         return self.planned.sources
 
     @property
@@ -114,7 +114,7 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
             raise CheckpointError(
                 f"expected a cast PATTERN=DTYPE such as 'model.*=bfloat16', got {option[:80]!r}"
             )
-        # One that is given again counts where it is given last.
+        # For a repeated pattern, the last position counts.
         casts.pop(pattern, None)
         dtype = full_name(name, DTYPES)
         if dtype not in DTYPES:
@@ -132,11 +132,11 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
 def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype]) -> dict[str, Output]:
     """The tensors with the dtype of the last pattern that matches their name in the destination.
 
-    Only floating-point tensors are cast, to floating point, and complex to complex: a pattern that matches others too
-    leaves those as they are. So does one like "*" with counts of steps, which bfloat16 would round from 257 on: only
-    one that ends in their name ("*.step") casts them. Moments with scales are decoded, and have no scales then; scales
-    alone are never cast. CheckpointError for a pattern that matches none that it could cast, for a dtype of moments
-    that would need other scales, and for weights of 8 bits or less with scales, which a cast would leave out.
+    Only floating-point tensors are cast to floating point, and complex tensors to complex: a pattern leaves other
+    matching tensors unchanged. A pattern like "*" also leaves step counts unchanged, which bfloat16 would round from
+    257 on: only a pattern that ends in their name ("*.step") casts them. Moments with scales are decoded, and then have
+    no scales; scales alone are never cast. CheckpointError for a pattern without a tensor to cast, for a dtype of
+    moments that would need other scales, and for weights of 8 bits or less with scales, which a cast would ignore.
     """
     by_path = {tensor.path: tensor for tensor in tensors}
     if not casts:
@@ -181,8 +181,9 @@ def _require_no_scales(weight: str, names: Container[str]) -> None:
     if scales is not None:
         _, _, readable = quantized([scales.replace("/", ".")]) or ("", "", False)
         raise CheckpointError(
-            f"cast of {weight}, which has scales in {scales}: expected numbers, got the few bits that stand for them "
-            f"together with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out of the cast"
+            f"cast of {weight}, which has scales in {scales}: expected numbers, got quantized values, which mean "
+            f"numbers only with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out of the "
+            "cast"
         )
 
 
@@ -190,7 +191,7 @@ def _decoded(moment: PlannedTensor, scale: PlannedTensor, dtype: np.dtype) -> Pl
     if dtype.name not in _UNSCALED:
         raise CheckpointError(
             f"cast of {moment.name}, which has scales in {scale.name}: expected one of {', '.join(_UNSCALED)}, "
-            f"got {dtype.name}, which needs scales of its own: the optimizer makes them, by load_checkpoint(..., "
+            f"got {dtype.name}, which needs its own scales: the optimizer computes them, with load_checkpoint(..., "
             'moments="convert")'
         )
     assert isinstance(moment.content, TensorView | ChangedView)
@@ -237,7 +238,7 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
     """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
     outputs = list(outputs)
     require_readable(reader, (name for output in outputs for name in output.sources))
-    # There are few dtypes, and NumPy makes a dtype's name anew at each look.
+    # There are few dtypes, and NumPy builds a dtype's name anew at each access.
     unknown = {dtype for dtype in {output.dtype for output in outputs} if dtype.name not in _KNOWN[target]}
     if unknown:
         lacking = {o.name: o.dtype.name for o in outputs if o.dtype in unknown}
@@ -251,7 +252,7 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
 
 
 def some_with_reasons(reasons: Mapping[str, str]) -> str:
-    """The first of these names, each with why, and how many more there are."""
+    """The first of these names, each with its reason, and how many more there are."""
     return first_of([f"{name!r:.200} ({why})" for name, why in reasons.items()])
 
 
@@ -261,15 +262,15 @@ def carried_kinds(
     objects: Mapping[str, tuple[TreePath, object]],
     origins: Mapping[str, str],
 ) -> dict[str, str]:
-    """The kinds to be told to a conversion's writer, by name in the destination: all but those that are implied.
+    """The kinds to declare to a conversion's writer, by name in the destination: all except implied ones.
 
-    outputs, objects: of the destination. origins: the names in the source of those objects that are there.
+    outputs, objects: of the destination. origins: the names in the source of the objects that exist there.
 
-    CheckpointError where elements of a typed PRNG key would be rearranged: that would be another key.
+    CheckpointError if elements of a typed PRNG key would be rearranged: that would be another key.
     """
     known = kinds_of(reader)
     outputs = tuple(outputs)
-    # In most checkpoints no tensor is of any kind.
+    # In most checkpoints no tensor has a kind.
     noted = outputs if known else ()
     told = {
         output.name: leaf_kind

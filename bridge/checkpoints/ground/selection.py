@@ -1,6 +1,6 @@
-"""Which part of a checkpoint is taken: names selected or dropped, weights only.
+"""Which part of a checkpoint is used: selected or dropped names, weights only.
 
-Names are those of `twinshard inspect`, patterns as in a shell: `*` is any text, `?` one character, `[ab]` one of these.
+Names are as in `twinshard inspect`, patterns as in a shell: `*` is any text, `?` one character, `[ab]` one of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
 
 _OF_MODELS = WEIGHT_ROOTS | {"batch_stats"}
-"""The keys of weights, and flax's key of batch statistics: without the statistics a model computes something else."""
+"""The keys of weights, and flax's key of batch statistics: without the statistics, a model's results differ."""
 
 STATE_ROOTS = frozenset(
     {
@@ -33,16 +33,16 @@ STATE_ROOTS = frozenset(
         *("train", "train_state", "step", "rng", "rngs", "variables", "ema"),
     }
 )
-"""Top-level keys of everything else that checkpoints of training runs hold."""
+"""Top-level keys of everything else in checkpoints of training runs."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
+    """Which part of a checkpoint is used: names that match `select` (all, if empty) and not `drop`.
 
-    weights_only: take what is below a key `model`, `params` or the like, and below `batch_stats`. Without such a key,
-    take all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model
-    has `lm_head.weight`.
+    weights_only: use everything below a key `model`, `params` or the like, and below `batch_stats`. Without such a key,
+    use all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model has
+    `lm_head.weight`.
     """
 
     select: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Selection:
     def of(self, paths: Mapping[str, TreePath], elsewhere: Iterable[str] = ()) -> frozenset[str]:
         """Which of these names are selected. CheckpointError for a pattern that matches no name.
 
-        elsewhere: further names that a pattern to drop may match.
+        elsewhere: further names that a drop pattern may match.
         """
         for option, patterns, known in (
             ("select", self.select, [*paths]),
@@ -84,9 +84,9 @@ class Selection:
 
 
 class SelectedReader(WrappingReader):
-    """A checkpoint as if it held only what is selected; see `CheckpointReader`. Closing it closes the checkpoint.
+    """A checkpoint reduced to its selected part; see `CheckpointReader`. Closing it closes the checkpoint.
 
-    `left_out`: the names of all else.
+    `left_out`: the names of everything else.
     """
 
     def __init__(self, reader: CheckpointReader, selection: Selection, elsewhere: Iterable[str] = ()) -> None:
@@ -94,7 +94,7 @@ class SelectedReader(WrappingReader):
         paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
         wanted = selection.of(paths, elsewhere)
         if selection.weights_only:
-            # None and empty containers among the weights are a part of their tree.
+            # None and empty containers among the weights belong to their tree.
             kinds = tree_kinds(reader)
             values = [name for name in reader.object_paths if name in wanted and kinds.get(name) not in EMPTY]
             _require_no_tensors(reader, values)
@@ -124,7 +124,7 @@ def selected_pair(
 
 
 def readable_values(reader: CheckpointReader, names: Iterable[str]) -> dict[str, object]:
-    """The values of these objects. CheckpointError for all that cannot be read together, with what leaves them out."""
+    """The values of these objects. One CheckpointError for all unreadable ones, with options that leave them out."""
     values: dict[str, object] = {}
     closed: dict[str, UnreadableValue] = {}
     for name in names:
@@ -148,19 +148,19 @@ def readable_values(reader: CheckpointReader, names: Iterable[str]) -> dict[str,
 
 
 def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
-    """CheckpointError when any of these values is a weight that cannot be read, such as a DTensor of torch.save."""
+    """CheckpointError if any of these values is a weight that cannot be read, such as a DTensor of torch.save."""
     closed = {}
     for name in names:
         try:
             reader.objects[name]
         except CheckpointError as error:
-            # What is left out may be damaged.
+            # Values that are left out may be damaged.
             if isinstance(error, UnreadableValue) and error.holds_tensors:
                 closed[name] = error.reason
     if closed:
         raise CheckpointError(
             f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: "
-            f"save them as plain tensors, or do without them ({drop_options([*closed])})"
+            f"save them as plain tensors, or leave them out ({drop_options([*closed])})"
         )
 
 

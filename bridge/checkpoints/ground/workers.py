@@ -1,4 +1,4 @@
-"""The threads of a command: how many there are, results in order, and freed memory given back to the system."""
+"""The threads of a command: their number, results in order, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _GLIBC_MAX = 32 << 20
 
 _BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
 
-# For the count of users of glibc's threshold, which belongs to the process.
+# Guards the number of users of glibc's threshold, which is per process.
 _lock = threading.Lock()
 _batch = threading.Lock()
 _users = 0
 
 
 def default_workers() -> int:
-    """As many as there are cores for this process, at most 4: more are faster only where storage is."""
+    """One per core of this process, at most 4: more are faster only with fast storage."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_DEFAULT_WORKERS)
 
 
 def ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """``function`` of each item, in order; at most ``workers`` of them are in work or waiting.
+    """``function`` of each item, in order; at most ``workers`` items are in progress or waiting.
 
-    The first error is raised where its result would be, and nothing is begun after it. ValueError for workers < 1.
+    The first error is raised in place of its result, and nothing is started after it. ValueError for workers < 1.
     """
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
@@ -55,12 +55,12 @@ def ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: 
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            # After an error, or when the caller stops asking: what has not begun is not begun.
+            # After an error, or when the caller stops iterating: items that have not started are cancelled.
             pool.shutdown(cancel_futures=True)
 
 
 def batches(items: Iterable[tuple[int, Item]]) -> Iterator[list[Item]]:
-    """Items that come with the bytes of each, small ones together: handing one to a thread takes as long as its work.
+    """Batches of items, given with their bytes: handing a small item to a thread takes as long as its work.
 
     A batch ends with the item that fills 8 MiB, and has at most 512.
     """
@@ -77,11 +77,11 @@ def batches(items: Iterable[tuple[int, Item]]) -> Iterator[list[Item]]:
 
 
 def each(function: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
-    """``function`` of each item of a batch, in order; of several, while no other thread does so with another batch.
+    """``function`` of each item of a batch, in order; only one thread at a time works on a batch of several.
 
-    Looking at a small tensor lets go of Python's lock a few times, for microseconds: too short for another thread to
-    come in, but long enough to wake it up. Comparing 20,000 tensors of 100 kB took one thread 3.1 s, and two 6.2 s (2
-    cores, 2026-11-26).
+    Inspecting a small tensor releases Python's lock a few times, for microseconds: too short for another thread to run,
+    but long enough to wake it up. Comparing 20,000 tensors of 100 kB took one thread 3.1 s, and two 6.2 s (2 cores,
+    2026-11-26).
     """
     if len(batch) == 1:
         return [function(batch[0])]
@@ -91,19 +91,19 @@ def each(function: Callable[[Item], Result], batch: Sequence[Item]) -> list[Resu
 
 @contextmanager
 def large_buffers_returned() -> Iterator[None]:
-    """While active, buffers of 4 MiB and more go back to the system when freed (glibc; elsewhere without effect).
+    """While active, freed buffers of 4 MiB and more return to the system (glibc; elsewhere without effect).
 
     glibc takes a buffer below a threshold from a heap that shrinks only at its end, and raises the threshold to the
-    size of every larger buffer freed, up to 32 MiB. Chunks are of about that size and belong to many threads, so freed
-    ones pile up: converting 1.3 GB was measured to need 260 to 390 MB instead of 120. Afterwards glibc's thresholds are
-    at their maximum, where freeing one buffer of 32 MiB would have taken them.
+    size of every larger freed buffer, up to 32 MiB. Chunks have about that size and belong to many threads, so freed
+    chunks accumulate: converting 1.3 GB was measured to need 260 to 390 MB instead of 120. Afterwards glibc's
+    thresholds are at their maximum, as after freeing one buffer of 32 MiB.
     """
     global _users
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
         return
-    # The threshold belongs to the process: the last of several conversions at once restores it.
+    # The threshold is per process: the last of several concurrent conversions restores it.
     with _lock:
         _users += 1
         mallopt(_M_MMAP_THRESHOLD, _LARGE)

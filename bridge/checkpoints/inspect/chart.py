@@ -1,4 +1,4 @@
-"""Pictures to scale: what each rank's shards hold, and which rows of a tensor each stored chunk holds."""
+"""Pictures to scale: the contents of each rank's shards, and which rows of a tensor each stored chunk contains."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MAX_LABEL = 60
 
 
 class PictureError(Exception):
-    """A picture cannot be drawn, or not be written where it was asked for."""
+    """A picture cannot be drawn, or cannot be written to the requested place."""
 
 
 def layout_figure(layout: Layout) -> Figure:
-    """A row for each rank, its shards of all buffers side by side; a colour for each tensor, hatching for padding."""
+    """A row for each rank, with its shards of all buffers side by side; one colour per tensor, hatching for padding."""
     ranks = drawn_ranks(layout.num_shards, MAX_DRAWN_RANKS)
     figure, axis = _canvas(len(ranks))
-    # A fraction of all shards, as sizes may be larger than what floating point tells apart.
+    # A fraction of all shards, as sizes may exceed floating-point resolution.
     whole = max(1, layout.shard_size)
     starts = [
         start / whole + _GAP * b for b, start in enumerate(accumulate(layout.shard_sizes[:-1], initial=0))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata alone."""
+"""The contents of a checkpoint, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_LISTED_CHUNKS = 16
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors below one top-level key of the tree; ``bytes`` are those of their elements."""
+    """Tensors below one top-level key of the tree; ``bytes``: of their elements."""
 
     name: str
     tensors: int
@@ -42,10 +42,10 @@ class Summary(Viewed):
     """The contents of a checkpoint. ``unreadable`` says why, for tensors that can only be listed, and for
     objects whose value is not plain data.
 
-    manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
-    implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: by
-    name, files beside the checkpoint that look like weights, each with the reason why it was not read. object_paths: of
-    `objects` by name.
+    manifest: whether it has one of ours, with which `verify` can tell that nothing changed. key_types: by name, the
+    implementation of tensors that are typed PRNG keys; their dtype is the key data's. left_alone: by name, files next
+    to the checkpoint that look like weights, with the reason why each was not read. object_paths: of `objects`, by
+    name.
     """
 
     path: Path | str
@@ -88,7 +88,7 @@ class Summary(Viewed):
 def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: Step | None = None) -> Summary:
     """Describe the checkpoint at ``path``, reading no tensor data. items, step: see `open_checkpoint`.
 
-    Raises FileNotFoundError, or CheckpointError when its metadata is damaged.
+    Raises FileNotFoundError, or CheckpointError if its metadata is damaged.
     """
     path = at_step(path, step)
     with open_checkpoint(path, items=items) as reader:
@@ -102,7 +102,7 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         )
         objects: dict[str, object] = {}
         reasons = dict(unreadable(reader))
-        # What the note of leaves says of keys is shown with them, the rest in the objects themselves.
+        # The leaf note's entries about keys are shown with the keys, other entries with the objects.
         for name in (name for name in reader.objects if reader.object_paths[name] != LEAVES):
             try:
                 objects[name] = reader.objects[name]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from bridge.core.formats.tensors.base import TensorInfo
 
 ALIKE = 3
-"""Branches that are one, at least: two are as easily read."""
+"""The fewest branches that are merged: two are as easily read."""
 _TENSOR = object()
 _NUMBERED = re.compile(r"(|.*_)([0-9]+)")
 """Names of layers, such as 3 in PyTorch and layers_3 in Flax."""
@@ -38,7 +38,7 @@ class Branch:
 
     @property
     def kind(self) -> object:
-        """What branches that are alike have in common."""
+        """The common properties of branches that are alike."""
         own = None if self.tensor is None else (self.tensor.shape, self.tensor.dtype, len(self.tensor.chunks))
         return own, tuple((child.name, child.kind) for child in self.below)
 
@@ -77,7 +77,7 @@ def _branches(children: Mapping[object, object]) -> list[Branch]:
 
 
 def _alike(branches: Sequence[Branch]) -> Iterable[Branch]:
-    """The branches, those with numbers as names that are alike as one, where the first of them is."""
+    """The branches; those that are alike, with numbers as names, are merged at the place of the first."""
     members: dict[object, list[Branch]] = {}
     for position, branch in enumerate(branches):
         head, _, rest = branch.name.partition(".")

@@ -1,11 +1,11 @@
-"""A conversion in parts: each is a process of its own, on any machine that sees source and destination.
+"""A conversion in parts: each part is a separate process, on any machine that sees source and destination.
 
     part 1   plan -> its pieces -> part_1/ appears --\
     part 2   plan -> its pieces -> part_2/ appears ---+-- the last to finish: all there? -> join -> destination appears
     part 3   plan -> its pieces -> part_3/ appears --/
 
-Parts need not know each other: each plans the whole conversion from the source's metadata, and takes its own pieces. A
-part that was killed is run again; one that is complete is not written again.
+Parts need not know about each other: each plans the whole conversion from the source's metadata, and takes its own
+pieces. A killed part is run again; a complete part is not written again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _WAIT_SECONDS = 0.2
 class PartReport:
     """The result of one part of a conversion.
 
-    bytes: of the elements of its pieces. resumed_bytes: those that an earlier attempt had written. found: whether the
-    part was complete before. overflowed: see `ConvertReport`. missing: parts that were not complete when this one was.
-    committed: whether the destination is there. whole: the report of the whole conversion, whose seconds are those of
-    this part, where this one committed.
+    bytes: of the elements of its pieces. resumed_bytes: bytes that an earlier attempt had written. found: whether the
+    part was already complete. overflowed: see `ConvertReport`. missing: parts that were incomplete when this part
+    finished. committed: whether the destination is there. whole: if this part committed, the report of the whole
+    conversion, with this part's seconds.
     """
 
     destination: Path
@@ -87,12 +87,12 @@ def convert_part(
 ) -> PartReport:
     """Write part ``part`` of ``parts``, from 1, of a conversion to the directory ``dst``.
 
-    All parts need the same source, options and number of parts, and a file system that all of them see. commit: when
-    all parts are complete, let the destination appear; the last part to finish does it. replace, resume, workers,
-    progress: see `convert`. planned_bytes: called with the bytes of all parts, before any is written. Two runs of one
-    part at once do no harm: the first to finish is kept.
+    All parts need the same source, options and number of parts, and a file system that all of them see. commit: make
+    the destination appear when all parts are complete; the last part to finish does it. replace, resume, workers,
+    progress: see `convert`. planned_bytes: called with the bytes of all parts, before any is written. Two concurrent
+    runs of one part do no harm: the first to finish is kept.
 
-    Raises what `convert` raises, and CheckpointError for a destination that is a URL or a single file, and for a part
+    Raises the errors of `convert`, and CheckpointError for a destination that is a URL or a single file, and for a part
     outside 1 to `parts`.
     """
     started = time.perf_counter()
@@ -125,7 +125,7 @@ def convert_part(
             whole = _whole(source, destination, conversion, options, notes, started, written)
         committed = stage.committed()
         if committed:
-            # A part that came late may have begun anew what another one has just finished.
+            # A late run may have started a part that another run has just finished.
             stage.tidy()
         return PartReport(
             destination,
@@ -151,10 +151,10 @@ def commit_parts(
     parts: int | None = None,
     replace: bool = False,
 ) -> ConvertReport:
-    """Let the destination of a conversion in parts appear. parts: their number, by default as they are found.
+    """Make the destination of a conversion in parts appear. parts: their number, by default as found.
 
-    Raises CheckpointError when parts are missing, or are of another source or of other options, and what `convert`
-    raises about source, options and destination. The parts stay as they are then.
+    Raises CheckpointError if parts are missing, or belong to another source or other options, and the errors of
+    `convert` about source, options and destination. Then the parts stay unchanged.
     """
     started = time.perf_counter()
     destination = require_directory(dst, options)
@@ -217,7 +217,7 @@ class _PartCopy:
         self.overflowed: dict[str, int] = {}
 
     def run(self, resume: bool, workers: int, progress: Progress | None) -> tuple[bool, int]:
-        """Whether another run of the part was faster, and the bytes that an earlier one had written."""
+        """Whether another run of the part was faster, and the bytes that an earlier run had written."""
         stage, path = self._stage, self._stage.part(self._part)
         attempt = Attempt(None, {**stage.key, "part": str(self._part)}, resume)
         try:
@@ -231,7 +231,7 @@ class _PartCopy:
                 self.overflowed = {o.name: o.overflowed for o in self._outputs if o.overflowed}
                 stage.note(self._part, {"overflowed": self.overflowed, "verified": self._verified})
         except OSError:
-            # Its directory appeared meanwhile, or went with all others: another run has finished.
+            # Its directory has appeared meanwhile, or was removed with all others: another run has finished.
             if path.is_dir() or stage.committed():
                 return True, 0
             raise
@@ -257,7 +257,7 @@ def declare_values(conversion: Conversion, writer: CheckpointWriter) -> None:
 
 
 def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Mapping[str, object]]:
-    """Join all parts. Where another process does so at the moment, wait for it."""
+    """Join all parts. If another process is joining them, wait for it."""
 
     def declare(writer: CheckpointWriter) -> None:
         declare_values(conversion, writer)
@@ -280,8 +280,7 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
         except InUse as error:
             if error.directory != stage.path:
                 raise
-            # Another job joins the parts: looked at again until the destination is there, or until
-            # that job has ended without it.
+            # Another job is joining the parts: poll until the destination is there, or that job has ended without it.
             time.sleep(_WAIT_SECONDS)
         except (CheckpointError, OSError):
             if not stage.committed():
@@ -294,10 +293,10 @@ def _stage(source: Path | str, destination: Path, conversion: Conversion, parts:
 
 
 def _found_stage(source: Path | str, destination: Path, conversion: Conversion, parts: int | None) -> Stage:
-    """The stage of this conversion, of so many parts; of any number, the one of which the fewest parts are missing."""
+    """The stage of this conversion with so many parts; for any number, the stage with the fewest missing parts."""
     candidates = stages_at(destination)
     counts = [int(key["parts"]) for key in candidates.values() if str(key.get("parts", "")).isdecimal()]
-    # With any number of parts a destination that is there already shows itself.
+    # A destination that already exists is recognized with any number of parts.
     stages = [
         _stage(source, destination, conversion, count)
         for count in (counts if parts is None else [parts]) or [1]
@@ -311,8 +310,8 @@ def _found_stage(source: Path | str, destination: Path, conversion: Conversion, 
         for directory, key in candidates.items()
     ]
     raise CheckpointError(
-        f"no parts of this conversion to {destination}: expected those that --part K/N with the same source and "
-        f"options has written, found {', '.join(others) or 'none'}: run the parts, with the options of this command"
+        f"no parts of this conversion to {destination}: expected parts that --part K/N wrote with the same source and "
+        f"options, found {', '.join(others) or 'none'}: run the parts with the options of this command"
     )
 
 

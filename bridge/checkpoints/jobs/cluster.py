@@ -1,8 +1,8 @@
-"""A conversion whose parts are run by a cluster: processes of this machine, or Ray.
+"""A conversion whose parts run on a cluster: processes on this machine, or Ray.
 
     parts 1 2 3 4 ... -> submit -> told: progress   done: next   lost: submit again -> all done: join
 
-A worker that is lost, with its machine or alone, costs what its part has not noted in its journal.
+If a worker is lost, with or without its machine, only work that its part has not noted in its journal is lost.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.mapping.language.rules import mapping_table
 
 MAX_LOST = 5
-"""How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""
+"""How often the worker of one part may be lost: a part that kills each of its workers will kill the next one, too."""
 
 TELL_SECONDS = 0.25
-"""A worker tells how far its part is this often."""
+"""Seconds between a worker's progress reports."""
 
 Handle = TypeVar("Handle")
 
@@ -43,12 +43,12 @@ def _sent(entries: Mapping[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
     return _read_only, (dict(entries),)
 
 
-# Mapping tables hold such views, and go to the workers; Python does not know how to send them.
+# Mapping tables contain such views and are sent to the workers, but Python cannot pickle the views.
 copyreg.pickle(MappingProxyType, _sent)
 
 
 class Told(NamedTuple):
-    """How far a part is: `done` bytes of it, and those of the `whole` conversion."""
+    """A part's progress: its `done` bytes, and the bytes of the `whole` conversion."""
 
     done: int
     whole: int
@@ -58,7 +58,7 @@ Tell: TypeAlias = Callable[[Told], None]
 
 
 class _Teller:
-    """Tells at once what the whole is, and then how far the part is, not too often."""
+    """Reports the total immediately, and then the part's progress, not too often."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self._whole, self._last = tell, 0, 0.0
@@ -91,12 +91,12 @@ class PartTask:
     workers: int
 
     def run(self, tell: Tell) -> PartReport:
-        """Write the part. tell: called now and then, by any thread, with how far it is."""
+        """Write the part. tell: called from time to time, by any thread, with the progress."""
         teller = _Teller(tell)
         try:
             return self._run(teller, resume=True)
         except InUse:
-            # By a worker that counts as lost and is not, behind a broken network: the first to finish is kept.
+            # A worker behind a broken network may count as lost but finish: the first to finish is kept.
             return self._run(teller, resume=False)
 
     def _run(self, teller: _Teller, resume: bool) -> PartReport:
@@ -116,19 +116,19 @@ class PartTask:
 
 
 class Cluster(Protocol[Handle]):
-    """What runs parts. `slots`: how many at once."""
+    """Runs parts. `slots`: how many at once."""
 
     @property
     def slots(self) -> int: ...
 
     def submit(self, task: PartTask) -> Handle:
-        """Begin a part."""
+        """Start a part."""
 
     def wait(self, handles: Sequence[Handle], hear: Callable[[Handle, Told], None]) -> Handle:
-        """One of these that has ended. hear: called with what workers tell meanwhile."""
+        """Wait for one of these parts to end. hear: called with workers' progress meanwhile."""
 
     def result(self, handle: Handle) -> PartReport:
-        """The report of a part that has ended. WorkerLost when its process has; the part's own error otherwise."""
+        """The report of an ended part. WorkerLost if its process died; otherwise the part's own error, if any."""
 
     def close(self) -> None:
         """End what is still running."""
@@ -147,15 +147,15 @@ def convert_on(
 ) -> ConvertReport:
     """Convert on a cluster, in so many parts, each with ``workers`` threads; see `convert_part` and `commit_parts`.
 
-    progress: called with the bytes done, those in all, and how many parts are done. Parts that are complete from an
-    earlier attempt are not run again. Raises what these two raise, and CheckpointError for a part whose worker
-    was lost MAX_LOST times; the parts that are complete then stay for the next attempt.
+    progress: called with the bytes done, the total bytes, and how many parts are done. Parts that an earlier attempt
+    completed are not run again. Raises the errors of these two functions, and CheckpointError for a part whose worker
+    was lost MAX_LOST times; complete parts then stay for the next attempt.
     """
     started = time.perf_counter()
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
     options = _anywhere(options)
-    # Workers would find out, each for itself, once they are there.
+    # Otherwise each worker would find out separately, after it has started.
     require_directory(dst, options)
     waiting = [
         PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
@@ -169,7 +169,7 @@ def convert_on(
 
 
 def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Progress | None) -> int:
-    """Run all parts, those of lost workers again; the bytes that earlier attempts had written."""
+    """Run all parts, rerunning those of lost workers; return the bytes that earlier attempts had written."""
     waiting, parts = list(tasks), len(tasks)
     running: dict[Handle, PartTask] = {}
     lost: Counter[int] = Counter()
@@ -198,9 +198,8 @@ def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Prog
             lost[task.part] += 1
             if lost[task.part] >= MAX_LOST:
                 raise CheckpointError(
-                    f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time so: "
-                    f"{error}; look for the reason on its machine (memory?), then convert again: complete parts "
-                    "are kept"
+                    f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time with: {error}; "
+                    "look for the reason on its machine (memory?), then convert again: complete parts are kept"
                 ) from None
             waiting.append(task)
             continue

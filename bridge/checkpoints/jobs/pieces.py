@@ -1,11 +1,11 @@
-"""A conversion as a list of independent pieces, dealt out to parts: the same on every machine, without a word between.
+"""A conversion as a list of independent pieces, assigned to parts: the same on every machine, without communication.
 
     pieces    w1 0:8 | w1 8:16 | w1 16:20 | w2 0:8 | w2 8:11 | w3 0:1 | ...     chunks of the destination, in its order
     parts     part 1 ------------------- | part 2 ----------- | part 3 ...      as many bytes each as pieces allow
 
-Any piece may be made anew at any time: its bytes follow from the source and from the plan.
+Any piece may be remade at any time: its bytes follow from the source and the plan.
 
-`PartEstimate` is what a part will take, on paper: pieces, bytes, memory, seconds, and what limits the part.
+`PartEstimate` is the estimated cost of a part: pieces, bytes, memory, seconds, and what limits the part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.core.formats.whole.in_parts import chunk_count, divisible
 from bridge.core.mapping.language.relation import READ_BYTES
 
 PIECE_BYTES = 256 << 20
-"""Bytes of a piece, as far as one tensor goes."""
+"""Bytes of a piece; the last piece of a tensor may be smaller."""
 
 _SMALLEST_PIECE = 32 << 20
 _PIECES_PER_PART = 8
@@ -46,7 +46,7 @@ class ConversionPiece:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """All pieces of a conversion, by part. Parts may be empty where there are more of them than pieces."""
+    """All pieces of a conversion, by part. Parts may be empty if there are more parts than pieces."""
 
     parts: tuple[tuple[ConversionPiece, ...], ...]
 
@@ -68,16 +68,16 @@ class PartPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PartPlan:
-        """The plan of which this is the text. ValueError, KeyError or TypeError for another text."""
+        """The plan with this text. ValueError, KeyError or TypeError for any other text."""
         return cls(
             tuple(tuple(ConversionPiece(**piece) for piece in part) for part in json.loads(text)["parts"])
         )
 
 
 def make_part_plan(format: str, outputs: Mapping[str, Output], count: int) -> PartPlan:
-    """Deal a conversion's tensors out to `count` parts, 1 to MAX_PARTS; the first has something if anything is there.
+    """Assign a conversion's tensors to `count` parts, 1 to MAX_PARTS; the first is not empty if there is any piece.
 
-    CheckpointError for another count.
+    CheckpointError for any other count.
     """
     if not 1 <= count <= MAX_PARTS:
         raise CheckpointError(f"expected 1 to {MAX_PARTS} parts, got {count}")
@@ -98,7 +98,7 @@ def _piece_bytes(total: int, count: int) -> int:
 def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[ConversionPiece]:
     for output in outputs:
         count, nbytes = chunk_count(format, output.shape, output.dtype), output.nbytes
-        # Chunks at the upper ends are smaller; which they are matters little here.
+        # Chunks at the upper ends are smaller; which ones matters little here.
         step = max(1, count * most // max(nbytes, 1)) if divisible(format) else max(count, 1)
         for first in range(0, max(count, 1), step):
             stop = min(first + step, count)
@@ -112,7 +112,7 @@ def _share_of(nbytes: int, chunks: int, count: int) -> int:
 
 
 CPU_SECONDS_PER_GB: Final = 0.8
-"""Reading, checking, writing and its checksums, of one core, where elements lie in the source as they are written."""
+"""Speed of reading, checking, writing and checksums on one core, if the source stores elements as they are written."""
 
 REARRANGED_CPU_SECONDS_PER_GB: Final = 3.5
 """The same for elements that are transposed, cast or calculated; `docs/measured/convert.md` has both measurements."""
@@ -125,11 +125,11 @@ BANDWIDTH: Final = 1.25
 class PartEstimate:
     """One part on one machine.
 
-    bytes: written; read_bytes: of the source, about. rearranged_bytes: those of the written ones that do not lie so in
-    the source. memory: above the interpreter with its imports. cache: what the system's page cache should hold besides
-    it, so that a tensor that is read across its rows comes from storage once. cpu_seconds, transfer_seconds: how long
-    cores and storage are busy; seconds: the larger of the two. rate: bytes a second to and from storage. limit: which
-    of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.
+    bytes: written; read_bytes: read from the source, approximately. rearranged_bytes: written bytes that the source
+    stores in another order. memory: in addition to the interpreter with its imports. cache: additional page cache that
+    the system should have, so that a tensor that is read across its rows is fetched from storage once. cpu_seconds,
+    transfer_seconds: how long cores and storage are busy; seconds: the larger of the two. rate: bytes per second to and
+    from storage. limit: which of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.
     """
 
     part: int

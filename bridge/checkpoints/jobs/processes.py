@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine: each has an interpreter of its own, whose lock the others do not wait for."""
+"""A cluster of processes on this machine: each has its own interpreter, and so its own interpreter lock."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from bridge.checkpoints.jobs.cluster import PartTask, Told, WorkerLost
 
 
 class Running(NamedTuple):
-    """A part in work: its process, and where what it tells and the result will come from."""
+    """A running part: its process, and the connection for its progress and result."""
 
     process: BaseProcess
     messages: Connection
 
 
 class Processes:
-    """Runs parts in processes of this machine, `slots` at once; see `Cluster`."""
+    """Runs parts in processes on this machine, `slots` at once; see `Cluster`."""
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"expected 1 process or more, got {slots}")
         self.slots = slots
-        # Not forked: this process has threads, whose locks a copy would find closed for ever.
+        # Not forked: this process has threads, whose locks would stay locked forever in a copy.
         self._context = multiprocessing.get_context("spawn")
         self._running: list[Running] = []
         self._results: dict[Running, PartReport | Exception | None] = {}
 
     def submit(self, task: PartTask) -> Running:
-        """Begin a part in a new process."""
+        """Start a part in a new process."""
         messages, sender = self._context.Pipe(duplex=False)
-        # Daemons end with the driver: nobody would read what they report.
+        # Daemons end with the driver: nobody would read their reports.
         process = self._context.Process(target=_run, args=(task, sender), daemon=True)
         process.start()
-        # The process has the other end: when it ends without a result, this end says so.
+        # The process has the other end: if it ends without a result, this end notices.
         sender.close()
         self._running.append(Running(process, messages))
         return self._running[-1]
 
     def wait(self, handles: Sequence[Running], hear: Callable[[Running, Told], None]) -> Running:
-        """One of these that has ended, or has sent its result. hear: called with what they tell meanwhile."""
+        """Wait for one of these that has ended, or sent its result. hear: called with their progress meanwhile."""
         while True:
             ready = multiprocessing.connection.wait([handle.messages for handle in handles])
             for handle in handles:
@@ -58,7 +58,7 @@ class Processes:
                 hear(handle, messages)
 
     def result(self, handle: Running) -> PartReport:
-        """The part's report. WorkerLost when its process ended without one; the part's own error otherwise."""
+        """The part's report. WorkerLost if its process ended without one; otherwise the part's own error, if any."""
         self._running.remove(handle)
         result = self._results.pop(handle)
         handle.messages.close()
@@ -70,7 +70,7 @@ class Processes:
         return result
 
     def close(self) -> None:
-        """End the processes that are still running. What their parts have written stays, to be resumed."""
+        """End the processes that are still running. Their parts' data stays, to be resumed."""
         for handle in self._running:
             handle.process.terminate()
         for handle in self._running:
@@ -80,7 +80,7 @@ class Processes:
 
 
 def _received(messages: Connection) -> PartReport | Exception | Told | None:
-    """The next message; None when the process has ended without another one, or within one."""
+    """The next message; None if the process has ended without another message, or within one."""
     try:
         message = messages.recv()
     except (EOFError, OSError):
@@ -97,7 +97,7 @@ def _end_of(process: BaseProcess) -> str:
 
 
 def _run(task: PartTask, sender: Connection) -> None:
-    # The driver ends its processes; an interrupt from the keyboard reaches all of them.
+    # Ignore keyboard interrupts, which reach all processes: the driver ends its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     result: PartReport | Exception
     try:

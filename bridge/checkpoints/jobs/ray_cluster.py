@@ -20,11 +20,11 @@ _LOST = (
     *("WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"),
     *("LocalRayletDiedError", "NodePreemptedError"),
 )
-"""Ray's errors of a worker or machine that is gone, as far as this version of Ray has them."""
+"""Ray's errors for a lost worker or machine, as far as this version of Ray has them."""
 
 
 class RayCluster:
-    """Runs parts as Ray tasks of `workers` CPUs each; see `Cluster`. CheckpointError when Ray is not there."""
+    """Runs parts as Ray tasks of `workers` CPUs each; see `Cluster`. CheckpointError if Ray is not available."""
 
     def __init__(self, workers: int) -> None:
         try:
@@ -39,11 +39,11 @@ class RayCluster:
         if self._begun:
             try:
                 ray.init(log_to_driver=False)
-            except Exception as error:  # of any kind: Ray has no base class for what goes wrong here
+            except Exception as error:  # any kind: Ray has no base class for these errors
                 raise CheckpointError(
                     f"no Ray cluster: {_first_line(error)}; check RAY_ADDRESS, or use --engine processes"
                 ) from error
-        with _ray_errors("saying what machines it has"):
+        with _ray_errors("listing its machines"):
             cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < workers:
             self.close()
@@ -51,21 +51,21 @@ class RayCluster:
                 f"expected a Ray cluster with {workers} CPUs or more on one machine, found {cpus} in all: give fewer "
                 "workers, or start more machines"
             )
-        # Two for each place: one waits while the other runs, and machines may join.
+        # Two per slot: one waits while the other runs, and machines may join.
         self.slots = max(1, 2 * (cpus // workers))
-        # Ray itself would do lost tasks again without telling.
+        # Ray itself would silently retry lost tasks.
         self._run = ray.remote(num_cpus=workers, max_retries=0)(_run)
         self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
         self._handles: dict[int, Any] = {}
 
     def submit(self, task: PartTask) -> Any:
-        """Hand a part to the cluster."""
+        """Submit a part to the cluster."""
         with _ray_errors(f"taking part {task.part}"):
             self._handles[task.part] = self._run.remote(task, self._board)
         return self._handles[task.part]
 
     def wait(self, handles: Sequence[Any], hear: Callable[[Any, Told], None]) -> Any:
-        """One of these that has ended. hear: called with what they tell meanwhile."""
+        """Wait for one of these to end. hear: called with their progress meanwhile."""
         while True:
             with _ray_errors("waiting for a part"):
                 done, _ = self._ray.wait(list(handles), num_returns=1, timeout=TELL_SECONDS)
@@ -76,9 +76,9 @@ class RayCluster:
                 return done[0]
 
     def result(self, handle: Any) -> PartReport:
-        """The part's report. WorkerLost when its worker or machine is gone; the part's own error otherwise.
+        """The part's report. WorkerLost if its worker or machine is gone; otherwise the part's own error, if any.
 
-        CheckpointError for all else that Ray says: another attempt would end so as well.
+        CheckpointError for all other Ray errors: another attempt would fail in the same way.
         """
         errors = self._ray.exceptions
         lost = tuple(getattr(errors, name) for name in _LOST if hasattr(errors, name))
@@ -90,7 +90,7 @@ class RayCluster:
             if isinstance(cause, lost):
                 raise WorkerLost(_first_line(cause)) from None
             if isinstance(cause, errors.RayTaskError):
-                # Only an error that cannot be sent: others come as values.
+                # Only an error that cannot be pickled: others arrive as values.
                 raise CheckpointError(f"a part failed: {cause.cause!r}") from cause
             raise
         if isinstance(report, Exception):
@@ -99,17 +99,17 @@ class RayCluster:
         return report
 
     def close(self) -> None:
-        """Leave the cluster; one that was begun here ends, with its tasks."""
+        """Leave the cluster; a cluster that was started here ends, with its tasks."""
         if self._begun:
-            # What was done is done; a cluster that is gone cannot be left.
+            # Finished work is safe, and a cluster that is gone need not be left.
             with suppress(Exception):
                 self._ray.shutdown()
 
     def _said(self) -> dict[int, Told]:
-        """What workers have told since the last time; nothing while the board is not there."""
+        """Workers' progress since the last call; nothing as long as the board does not exist."""
         try:
             told: dict[int, Told] = self._ray.get(self._board.taken.remote(), timeout=_BOARD_SECONDS)
-        except Exception:  # the board is not needed, and a cluster that is gone is told by `wait`
+        except Exception:  # the board is optional, and `wait` reports a cluster that is gone
             return {}
         return told
 
@@ -120,18 +120,18 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _ray_errors(doing: str) -> Iterator[None]:
-    """Turn whatever Ray raises into a CheckpointError; its errors have no common base class."""
+    """Turn any Ray error into a CheckpointError; Ray's errors have no common base class."""
     try:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"Ray failed while {doing}: {type(error).__name__}: {_first_line(error)}; see that the cluster is up "
-            "(ray status), and run the command again: parts that are done stay"
+            f"Ray failed while {doing}: {type(error).__name__}: {_first_line(error)}; check that the cluster is up "
+            "(ray status), and run the command again: complete parts are kept"
         ) from error
 
 
 class _Board:
-    """Where the workers write how far their parts are, as an actor: a task of Ray's tells only its result."""
+    """An actor to which workers write their parts' progress: a Ray task returns only its result."""
 
     def __init__(self) -> None:
         self._told: dict[int, Told] = {}

@@ -1,7 +1,7 @@
-"""Where the parts of a conversion meet: a working directory beside the destination, which each finds by itself.
+"""Where the parts of a conversion meet: a working directory next to the destination, which each part can find.
 
-Its name follows from what is converted into what, in how many parts, so parts of another source, mapping or options
-meet in another directory. The destination is that directory, renamed.
+Its name depends on source, destination, options and the number of parts, so parts with another source, mapping or
+options meet in another directory. The destination is that directory, renamed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of one conversion. key: what is converted, into how many parts; destination: an absolute path."""
+    """The parts of one conversion. key: what is converted, in how many parts; destination: an absolute path."""
 
     destination: Path
     key: Mapping[str, str]
 
     @cached_property
     def conversion(self) -> str:
-        """What the manifest of the destination will say of its origin: the same for any number of parts."""
+        """The origin in the destination's manifest: the same for any number of parts."""
         return _digest({name: value for name, value in self.key.items() if name != "parts"})
 
     @cached_property
@@ -50,16 +50,16 @@ class Stage:
         return int(self.key["parts"])
 
     def part(self, number: int) -> Path:
-        """The directory of a part, which is there when the part is complete."""
+        """The directory of a part, which exists once the part is complete."""
         return self.folder / f"part_{number}"
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Numbers of the parts that are not complete."""
+        """Numbers of the incomplete parts."""
         return tuple(number for number in range(1, self.count + 1) if not self.part(number).is_dir())
 
     def committed(self) -> bool:
-        """Whether the destination is there, made by this very conversion."""
+        """Whether the destination is there and was made by this conversion."""
         if not self.destination.is_dir():
             return False
         try:
@@ -69,39 +69,38 @@ class Stage:
         return manifest is not None and manifest.conversion == self.conversion
 
     def create(self, plan: PartPlan) -> None:
-        """Make the directory, unless another part has."""
+        """Make the directory, unless another part has made it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._put(self.folder / PLAN_FILE, plan.to_json())
         self._put(self.path / JOURNAL_FILE, json.dumps(dict(self.key)) + "\n")
         noted = _key_of(self.path)
         if noted != dict(self.key):
             raise CheckpointError(
-                f"{self.path} is of another conversion: expected {dict(self.key)}, found {noted}: choose another name "
-                "for the destination"
+                f"{self.path} belongs to another conversion: expected {dict(self.key)}, found {noted}: choose another "
+                "name for the destination"
             )
 
     def note(self, number: int, entries: Mapping[str, object]) -> None:
-        """Keep what the report says of a part, before the part appears."""
+        """Save a part's report, before the part appears."""
         self._put(self.folder / f"part_{number}.json", json.dumps(dict(entries)), replace=True)
 
     def notes(self) -> list[Mapping[str, object]]:
-        """What was kept of all parts."""
+        """The saved reports of all parts."""
         files = (self.folder / f"part_{number}.json" for number in range(1, self.count + 1))
         return [json.loads(file.read_text()) for file in files]
 
     def tidy(self) -> None:
-        """Remove what is left of the parts once the destination is there."""
+        """Remove the remains of the parts once the destination is there."""
         shutil.rmtree(self.destination / PARTS_FOLDER, ignore_errors=True)
         (self.destination / JOURNAL_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _put(self, path: Path, text: str, replace: bool = False) -> None:
-        """A small file, which appears whole; one that is there already stays, unless it is to be replaced."""
+        """Write a small file, which appears whole; an existing file stays, unless it should be replaced."""
         if path.exists() and not replace:
             return
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-        # Parts on several machines may write the same file at once: each writes its own, and one of
-        # them gets the name.
+        # Parts on several machines may write the same file at once: each writes its own file, and one gets the name.
         temporary.write_text(text)
         try:
             if replace:
@@ -110,7 +109,7 @@ class Stage:
                 rename_new(temporary, path)
         except FileExistsError:
             temporary.unlink(missing_ok=True)
-        # The name is on disk before the part appears, which needs plan and notes.
+        # Sync the name before the part appears, which needs plan and notes.
         fsync_directory(path.parent)
 
 

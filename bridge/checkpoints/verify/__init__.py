@@ -1,4 +1,4 @@
-"""Reads a whole checkpoint and says which tensors are whole."""
+"""Reads a whole checkpoint and reports which tensors are intact."""
 
 from bridge.checkpoints.verify.verification import verify
 from bridge.checkpoints.verify.verify_report import VerifyReport

@@ -1,8 +1,8 @@
-"""Verification of a checkpoint: is everything there, and is it what was written?
+"""Verification of a checkpoint: is everything there, and as it was written?
 
     structure      metadata parses; names, shapes, dtypes and files are those of the manifest
     completeness   every chunk is stored, once, inside its file
-    checksums      of the manifest, if there is one, and those that the format itself has
+    checksums      of the manifest, if there is one, and of the format itself
     finiteness     NaNs and infinities are counted
 
 All problems are collected, not only the first. Memory stays at a few regions of 32 MiB.
@@ -79,7 +79,7 @@ def verify(
 
 
 class _Request(NamedTuple):
-    """How a checkpoint is verified. started: by `time.perf_counter`."""
+    """The options of a verification. started: by `time.perf_counter`."""
 
     finite: bool
     workers: int | None
@@ -152,7 +152,7 @@ def _verify_open(
     problems: list[Problem],
     request: _Request,
 ) -> VerifyReport:
-    """The report of an open checkpoint. home: whose manifest it is. problems: those of files, found before."""
+    """The report of an open checkpoint. home: the path with the manifest. problems: of files, found earlier."""
     before = stamps(reader.files())
     if manifest is not None:
         problems += structure_problems(reader, manifest)
@@ -233,7 +233,7 @@ class _Region(NamedTuple):
 
 
 _BLOCK_BYTES = 1 << 20
-"""Elements looked at in one go: the second look finds them in the processor's cache."""
+"""Elements inspected at a time: the second pass finds them in the processor's cache."""
 
 
 class _Check:
@@ -242,7 +242,7 @@ class _Check:
     def __init__(self, reader: CheckpointReader, manifest: Manifest | None) -> None:
         self._reader = reader
         self._listed: dict[str, ManifestTensor] = {}
-        # Only of tensors about which there is something to say: there may be 100,000 others.
+        # Only for tensors with findings: there may be 100,000 others.
         self._found: dict[str, _Found] = {}
         for name, entry in (manifest.tensors if manifest else {}).items():
             if name in reader.tensors:
@@ -259,14 +259,14 @@ class _Check:
             checked = self._reader.checksummed
             total = 0
             for name, info in infos.items():
-                # Of a damaged tensor, whose checksum may not be found, `run` says what is wrong.
+                # For a damaged tensor, whose checksum may not be found, `run` reports what is wrong.
                 with suppress(CheckpointError, OSError):
                     total += info.nbytes if name in self._listed or checked(name) else 0
             return total
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
 
     def run(self, workers: int, progress: Progress) -> list[_Found]:
-        """Read everything. What is found in tensors, in their order; none of those in which there is nothing."""
+        """Read everything. Returns the findings in tensors, in order; nothing for tensors without findings."""
         tensors = self._reader.tensors
         total, done = sum([info.nbytes for info in tensors.values()]), 0
         together = batches((region.nbytes, region) for region in self._regions())
@@ -294,7 +294,7 @@ class _Check:
                 (box,) = crcs
                 yield _Region(info, box, crcs, box.numel * info.dtype.itemsize)
                 continue
-            # Few large reads rather than many small ones; each chunk has a checksum of its own.
+            # Few large reads rather than many small ones; each chunk has its own checksum.
             for joint, members in group_boxes(crcs, info.dtype.itemsize):
                 of_these = {box: crcs[box] for box in members}
                 yield _Region(info, joint, of_these, joint.numel * info.dtype.itemsize)
@@ -305,7 +305,7 @@ class _Check:
     def _region(
         self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None], nbytes: int
     ) -> _Found | None:
-        """None if there is nothing to say, as of nearly all regions."""
+        """None if there are no findings, as in nearly all regions."""
         if len(crcs) > 1 and nbytes <= REGION_BYTES:
             try:
                 array = self._reader.read(info.name, joint)
@@ -329,13 +329,13 @@ class _Check:
 
     def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found | None:
         crc, nan, infinite = 0, 0, 0
-        # Cut along the slowest axes: the pieces follow each other in the chunk.
+        # Cut along the slowest axes: the pieces are consecutive in the chunk.
         for piece in split_box(chunk, info.dtype.itemsize):
             try:
                 loan = borrow(self._reader, info.name, piece, MEMORY.first)
             except (CheckpointError, OSError) as error:
                 return _Found(info.name, [Problem(info.name, str(error))], nan, infinite)
-            known = loan.crc  # of a whole tensor only, and so of the whole chunk
+            known = loan.crc  # only for a whole tensor, and so for the whole chunk
             flat = loan.array.reshape(-1)
             step = _BLOCK_BYTES // flat.itemsize
             for first in range(0, flat.size, step):

@@ -1,4 +1,4 @@
-"""What a verification found, and the findings in several items as one report."""
+"""The findings of a verification, and the findings in several items as one report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge.checkpoints.ground.checked import Problem
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A tensor with elements that are no numbers or infinite; the parts of complex ones count as two."""
+    """A tensor with NaN or infinite elements; the parts of complex elements count as two."""
 
     name: str
     nan: int
@@ -20,15 +20,14 @@ class NotFinite:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The findings. ``bytes`` are those of the tensors' elements.
+    """The findings. ``bytes``:
 
-    opened: whether the checkpoint, or a part of it, could be opened; if not, only files were compared with the
-    manifest, and error is what opening it has raised.
-    manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
-    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
-    names of tensors of which not every chunk could be read and is what was written; the others are whole. left_alone:
-    why files beside the checkpoint, which look like weights, were not looked at; this is no problem. As a truth value
-    it is `good`.
+    of the tensors' elements. opened: whether the checkpoint, or a part of it, could be opened; if not, only files were
+    compared with the manifest, and error is the error from opening it. manifest: whether there is one. protected: bytes
+    that a checksum of the manifest or of the format covers; None if the format does not say. unread: names of tensors
+    whose elements cannot be read, and so were not checked. damaged: names of tensors with a chunk that could not be
+    read or has changed; all others are intact. left_alone: why files next to the checkpoint that look like weights were
+    not checked; this is not a problem. Its truth value is `good`.
     """
 
     path: Path | str

@@ -1,4 +1,4 @@
-"""GPUs as XLA's compiler must be told of them where there is none: facts about a card as a ``GpuTargetConfigProto``.
+"""GPU descriptions for XLA's compiler on a machine without GPUs: facts about a card as a ``GpuTargetConfigProto``.
 
 Source of the facts: ``xla/backends/gpu/target_config/specs`` of XLA.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# The same for all cards, except for what is filled in.
+# The same for all cards, except the placeholders.
 _PROTO = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -28,9 +28,9 @@ device_description_str: "{description}"
 
 @dataclass(frozen=True)
 class Card:
-    """``memory``, ``l2_cache``, ``shared_memory`` in bytes, the last of a core; ``bandwidth`` in bytes a second.
+    """``memory``, ``l2_cache``, ``shared_memory`` (per core) in bytes; ``bandwidth`` in bytes per second.
 
-    ``shared_memory_optin``: bytes that a block may ask for. ``capability``: the major one of CUDA.
+    ``shared_memory_optin``: bytes that a block may request. ``capability``: the major compute capability of CUDA.
     """
 
     description: str
@@ -94,4 +94,4 @@ CARDS = {
         shared_memory_optin=232_448,
     ),
 }
-"""By the name in a target."""
+"""Cards by their name in a target."""

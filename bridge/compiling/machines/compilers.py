@@ -1,7 +1,7 @@
-"""XLA's compilers for GPUs and TPUs: where they are installed, and what a process needs that compiles with one.
+"""XLA's compilers for GPUs and TPUs: where they are installed, and the environment of a process that compiles.
 
-No device takes part. The GPU plugin needs a description of the card, the TPU library only a topology's name. Both read
-their settings when JAX starts, so a process serves one of the two (``leg_process.py``).
+No device is needed. The GPU plugin needs a description of the card, the TPU library only a topology's name. Both read
+their settings when JAX starts, so a process serves only one of the two (``leg_process.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bridge.core.extras import install_advice
 from bridge.planning.models.errors import PlanError
 
 VARIABLE = "TWINSHARD_COMPILERS"
-"""Names a folder with the compilers."""
+"""The variable that names a folder with the compilers."""
 FOLDER = Path(__file__).parents[3] / ".venv" / "compilers"
-"""Where ``make compilers`` puts them: apart from the environment, in which JAX would look for their devices."""
+"""Where ``make compilers`` puts them: outside the environment, in which JAX would look for their devices."""
 
 _PACKAGES = {
     "gpu": {
@@ -29,18 +29,18 @@ _PACKAGES = {
     },
     "tpu": {"libtpu": "libtpu"},
 }
-# Without a card nothing can be tuned, and the Triton products that tuning would choose among fail for odd sizes.
+# Without a card XLA cannot autotune, and the Triton products among which it would choose fail for odd sizes.
 _GPU_ALWAYS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 RECOMMENDED = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
 }
-"""XLA's options by which its GPU scheduler moves transfers during computation; they are off by default."""
+"""XLA's options that let its GPU scheduler overlap transfers with computation; they are off by default."""
 
 
 def folders() -> list[Path]:
-    """Where compilers may lie besides ``sys.path``. Raises ``PlanError`` where the variable names no folder."""
+    """Folders in addition to ``sys.path`` that may contain compilers. ``PlanError`` if the variable names no folder."""
     named = os.environ.get(VARIABLE)
     if named and not Path(named).is_dir():
         raise PlanError(f"{VARIABLE}: expected a folder with compilers, got {named!r}")
@@ -48,7 +48,7 @@ def folders() -> list[Path]:
 
 
 def why_not(platform: str) -> str | None:
-    """Why nothing can be compiled for ``platform``, "gpu" or "tpu", on this machine; None where it can."""
+    """Why this machine cannot compile for ``platform``, "gpu" or "tpu"; None if it can."""
     searched = [*map(Path, sys.path), *folders()]
     missing = [
         packages
@@ -65,7 +65,7 @@ def why_not(platform: str) -> str | None:
 
 
 def environment(platform: str) -> dict[str, str]:
-    """Of a process that compiles for ``platform``: this one's, without what is meant for simulated devices."""
+    """The environment of a process that compiles for ``platform``: this one's, without settings for simulation."""
     kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     path = [kept.get("PYTHONPATH"), *map(str, folders())]
     return {
@@ -73,22 +73,22 @@ def environment(platform: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        # Else libtpu asks the metadata server of a cloud that this machine may not be in.
+        # Otherwise libtpu asks the metadata server of a cloud, although this machine may not be in one.
         **({"TPU_SKIP_MDS_QUERY": "1"} if platform == "tpu" else {}),
     }
 
 
 def devices_of(target: Target) -> list[Any]:
-    """The target's devices, to build a mesh of; in a process with ``environment(target.platform)``.
+    """The target's devices, to build a mesh; call it in a process with ``environment(target.platform)``.
 
-    Raises ``PlanError`` where the compiler knows no such machine.
+    Raises ``PlanError`` if the compiler knows no such machine.
     """
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
     try:
         if target.platform == "tpu":
-            # A v4 chip has two cores, which work as one device.
+            # A v4 chip has two cores, which act as one device.
             chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}
             topology = topologies.get_topology_desc(
                 platform="tpu", topology_name=target.topology, **chip
@@ -96,7 +96,7 @@ def devices_of(target: Target) -> list[Any]:
         else:
             from jax._src import xla_bridge
 
-            # JAX looks for plugins when it first needs a device; a topology needs none.
+            # JAX looks for plugins when it first needs a device; a topology does not need one.
             xla_bridge.discover_pjrt_plugins()
             topology = topologies.get_topology_desc(
                 platform="cuda",
@@ -117,14 +117,14 @@ def devices_of(target: Target) -> list[Any]:
 
 
 def options_of(target: Target, recommended: bool = False) -> dict[str, Any]:
-    """``compiler_options`` of a compilation: XLA's defaults, or what is recommended for steps that shard weights."""
+    """``compiler_options`` of a compilation: XLA's defaults, or the recommendations for steps that shard weights."""
     if target.platform == "tpu":
         return {}
     return {**_GPU_ALWAYS, **(RECOMMENDED if recommended else {})}
 
 
 def versions(platform: str) -> dict[str, str]:
-    """Of JAX and the compiler, by package."""
+    """Versions of JAX and the compiler, by package."""
     from importlib.metadata import PackageNotFoundError, version
 
     names = {"gpu": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"), "tpu": ("libtpu",)}[platform]

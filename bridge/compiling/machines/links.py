@@ -1,14 +1,14 @@
-"""How long a collective takes at least on a machine's links.
+"""The least time that a collective takes on a machine's links.
 
 On a ring of ``n`` devices an all-gather of ``B`` bytes brings ``B (n - 1) / n`` to every device; a reduce-scatter takes
-as long, an all-reduce both.
+as long, and an all-reduce as long as both.
 
-* GPUs of one host receive them by NVLink. Of a group that spans hosts, ``r`` GPUs of a host bring in each the ``r``-th
-  part by their own adapters, on as many rings, and share it by NVLink: ``min(inside, r between)`` bytes a second.
-* A chip of a TPU torus receives from two neighbours on each axis of its group at once: ``2 link`` bytes a second an
-  axis, ``link`` where the axis is a line, at whose end is one neighbour.
+* GPUs of one host receive these bytes over NVLink. In a group that spans hosts, ``r`` GPUs of a host each bring in the
+  ``r``-th part by their own adapters, on as many rings, and share it by NVLink: ``min(inside, r between)`` bytes/s.
+* A chip of a TPU torus receives from two neighbours on each axis of its group at once: ``2 link`` bytes per second and
+  axis, or ``link`` if the axis is a line, whose ends have one neighbour.
 
-Latency is left out: many small transfers take longer than this.
+Latency is ignored: many small transfers take longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge.compiling.machines.targets import target_named
 from bridge.core.hlo.collectives import Transfer
 from bridge.planning.models.errors import PlanError
 
-# A ring passes each part around once to gather or to scatter; a sum is both, one after the other.
+# To gather or to scatter, a ring passes each part around once; a sum does both, one after the other.
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 
@@ -49,14 +49,14 @@ class Machine:
 
 
 def machine_named(name: str) -> Machine:
-    """Of a target, such as ``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` as ``target_named`` does."""
+    """A target's machine, such as ``"h100:64"`` or ``"v5e:4x4"``. Raises ``PlanError`` as ``target_named`` does."""
     target = target_named(name)
     sizes = target.name.partition(":")[2].split("x")
     return Machine(HARDWARE[target.kind], tuple(map(int, sizes)))
 
 
 def seconds_on_links(transfer: Transfer, machine: Machine) -> float:
-    """At the links' peak. Raises ``ValueError`` for devices that the machine lacks."""
+    """The seconds at the links' peak. Raises ``ValueError`` for devices that the machine lacks."""
     if not transfer.groups:
         return 0.0
     highest = max(max(group) for group in transfer.groups)
@@ -88,7 +88,7 @@ def _on_fabric(transfer: Transfer, group: tuple[int, ...], links: Fabric) -> flo
 def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: tuple[int, ...]) -> float:
     places = [_coordinates(device, sizes) for device in group]
     lengths = [len({position[axis] for position in places}) for axis in range(len(sizes))]
-    # A part of an axis is a line, whatever closes the axis.
+    # A part of an axis is a line, even if the whole axis is a ring.
     rates = [
         links.link * (2 if ring and length == size else 1)
         for length, size, ring in zip(lengths, sizes, links.rings(sizes), strict=True)
@@ -100,7 +100,7 @@ def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: t
     if transfer.kind == "ppermute":
         return transfer.bytes / links.link
     if transfer.kind == "all_to_all":
-        # Pieces go half a ring's length at most, a quarter on average, on the longest axis, both ways.
+        # Pieces travel at most half the ring, a quarter on average, on the longest axis, both ways.
         return transfer.bytes * max(lengths) / 4 / min(rates)
     return _TIMES_AROUND[transfer.kind] * transfer.bytes * (members - 1) / members / sum(rates)
 

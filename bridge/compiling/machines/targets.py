@@ -1,4 +1,4 @@
-"""Machines to compile for that are not there, by name: ``h100:64`` is 64 GPUs, ``v5e:4x4`` a slice of 16 TPUs.
+"""Machines to compile for without having them, by name: ``h100:64`` is 64 GPUs, ``v5e:4x4`` a slice of 16 TPUs.
 
 A host has up to 8 GPUs, and more GPUs fill whole hosts. The axes of a TPU slice are those of its torus, in chips.
 """
@@ -13,7 +13,7 @@ from bridge.compiling.machines.cards import CARDS
 from bridge.planning.models.errors import PlanError
 
 HOST = 8
-"""Most GPUs of a host."""
+"""The most GPUs of a host."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ EXAMPLES = "h100:8, b200:64, v5e:4x4 or v5p:4x4x4"
 class Target:
     """``kind``: of its devices, such as "h100". ``platform``: "gpu" or "tpu". ``memory``: bytes of a device.
 
-    ``topology``: as its compiler names it; for GPUs slices x hosts x devices of a host.
+    ``topology``: the compiler's name for it; for GPUs slices x hosts x devices of a host.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Target:
 
 
 def target_named(name: str) -> Target:
-    """Raises ``PlanError`` for what is no target, with what was expected."""
+    """Raises ``PlanError`` for a name that is no target, with what was expected."""
     kind, colon, size = name.strip().lower().partition(":")
     if not colon or kind not in (*CARDS, *TPUS):
         raise PlanError(

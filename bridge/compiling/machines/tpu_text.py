@@ -1,7 +1,7 @@
-"""The text of a program that libtpu compiled, also where jaxlib is too old to read it.
+"""The text of a program that libtpu compiled, even if jaxlib is too old to read the program.
 
 jaxlib makes ``as_text()`` from libtpu's serialized program and fails at operations that it does not know. libtpu writes
-the same text itself, into a folder that it is told of when it starts, one file for each program.
+the same text itself, one file for each program, into a folder that is set when libtpu starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VARIABLE = "TWINSHARD_TPU_TEXTS"
 _FLAGS = {
     "xla_jf_dump_to": "",
     "xla_jf_dump_hlo_text": "true",
-    # Else the folder gets every pass of the code generator, gigabytes of them.
+    # Otherwise the folder gets every pass of the code generator, which is gigabytes.
     "xla_jf_dump_llo_text": "false",
     "xla_jf_dump_llo_pass_label_regex": "none_of_them",
 }
@@ -26,9 +26,9 @@ _FILES = "*-TLP-hlo.txt"
 
 
 def settings(folder: str, libraries: list[Path]) -> dict[str, str]:
-    """Environment of a process whose libtpu, the first below ``libraries``, writes texts into ``folder``.
+    """The environment of a process whose libtpu, the first below ``libraries``, writes texts into ``folder``.
 
-    Empty where that libtpu does not know these flags: it refuses to start with one.
+    Empty if this libtpu does not know these flags: it refuses to start with an unknown flag.
     """
     library = next(
         (file for library in libraries for file in Path(library, "libtpu").glob("libtpu*.so")), None
@@ -47,9 +47,9 @@ def clear() -> None:
 
 
 def text_of(compiled: Any, lowered: str) -> str:
-    """The text of a ``jax.stages.Compiled``. ``lowered``: that of the ``jax.stages.Lowered``, which names the program.
+    """The text of a ``jax.stages.Compiled``. ``lowered``: text of the ``jax.stages.Lowered``, with the program's name.
 
-    Raises ``JaxRuntimeError`` where nobody reads the program, or several have its name since ``clear``.
+    Raises ``JaxRuntimeError`` if nothing can read the program, or if several have its name since ``clear``.
     """
     try:
         return str(compiled.as_text())
@@ -63,7 +63,7 @@ def text_of(compiled: Any, lowered: str) -> str:
 
 
 def _texts() -> list[Path]:
-    """In the order in which they were written."""
+    """The texts in the order in which they were written."""
     folder = os.environ.get(_VARIABLE)
     return sorted(Path(folder).glob(_FILES)) if folder else []
 

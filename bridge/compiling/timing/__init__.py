@@ -1,1 +1,1 @@
-"""How long a compiled program takes on a device."""
+"""The time of a compiled program on a device."""

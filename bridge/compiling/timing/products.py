@@ -1,8 +1,8 @@
 """Floating-point operations of the matrix products in a compiled program, by the speed class of their operands.
 
 A product of sums over ``k`` has ``2 k`` operations for each element of its result. Products appear as ``dot``, as
-``convolution`` (what the TPU compiler makes of all of them), and as calls to cuBLAS and cuDNN. What is elementwise is
-no product: memory bounds its time.
+``convolution`` (the TPU compiler's form for all of them), and as calls to cuBLAS and cuDNN. Elementwise operations
+are not products: memory bounds their time.
 
 Classes: ``bf16`` (also float16), ``f8``, ``s8``, ``f64``; float32 by the precision that the program asks for: ``f32``
 (XLA's default: TF32 on GPUs, one pass in bfloat16 on TPUs), ``f32_high`` and ``f32_highest``.
@@ -25,7 +25,7 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]
 
 
 def product_flops(module: Module, computation: Computation, operation: Operation) -> Counter[str]:
-    """Of ``operation``, an operation of ``computation``, and of what stands behind it; a loop's body counts once."""
+    """Operations of ``operation`` in ``computation``, and of computations that it calls; a loop's body counts once."""
     by_class: Counter[str] = Counter()
     for owner, inner in [(computation, operation), *module.within(operation)]:
         flops, factor = _flops(owner, inner)
@@ -35,7 +35,7 @@ def product_flops(module: Module, computation: Computation, operation: Operation
 
 
 def _flops(computation: Computation, operation: Operation) -> tuple[int, Array]:
-    """And the operand whose dtype decides."""
+    """The number of operations, and the operand whose dtype decides the class."""
     if operation.op == "dot":
         return _contraction(computation, operation)
     if operation.op == "convolution":
@@ -62,7 +62,7 @@ def _contraction(computation: Computation, operation: Operation) -> tuple[int, A
 def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple[int, Array]:
     first = computation.operand(operation, 0).arrays[0]
     if target.startswith("fmha"):
-        # Attention: two products forward; five backward, which computes the scores again.
+        # Attention: two products in forward; five in backward, which recomputes the scores.
         scores = _SCORES.search(operation.attributes)
         if scores is None:
             raise ValueError(f"attention {operation.name}: expected the shape of its scores, got none")
@@ -79,9 +79,9 @@ def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple
 
 
 def _convolution(operation: Operation, image: Array, kernel: Array, result: Array) -> int:
-    """Without the places where the kernel meets padding or the holes of a dilated image.
+    """Operations without the places where the kernel meets padding or the holes of a dilated image.
 
-    The TPU compiler writes batches of products as convolutions that are mostly holes.
+    The TPU compiler writes batches of products as convolutions that consist mostly of holes.
     """
     labels = _LABELS.search(operation.attributes)
     if labels is None:
@@ -108,7 +108,7 @@ def _convolution(operation: Operation, image: Array, kernel: Array, result: Arra
 def _met(
     image: int, kernel: int, result: int, *, stride: int, pad: int, image_dilation: int, kernel_dilation: int
 ) -> int:
-    """Pairs of a result's and a kernel's place, on one axis, that meet an element of the image."""
+    """Pairs of a place in the result and in the kernel, on one axis, that meet an element of the image."""
     step = math.gcd(stride, image_dilation)
     period, last = image_dilation // step, (image - 1) * image_dilation
     total = 0

@@ -1,6 +1,6 @@
-"""A compiled step as a schedule: what is computed, what moves, and what is under way meanwhile.
+"""A compiled step as a schedule: the computation, the transfers, and what runs during each transfer.
 
-``read_program`` reads the text of ``jax.stages.Compiled.as_text()`` for a GPU or a TPU. Its steps stand in the order in
+``read_program`` reads the text of ``jax.stages.Compiled.as_text()`` for a GPU or a TPU. The steps are in the order in
 which the device gets them::
 
     Start("ag.1", Transfer("all_gather", ...))
@@ -48,7 +48,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Done:
-    """``key``: of a start in the same turn of a loop, or in the one before."""
+    """``key``: of a start in the same iteration of a loop, or in the one before."""
 
     key: str
 
@@ -64,13 +64,13 @@ Step = Work | Start | Done | Loop
 
 @dataclass(frozen=True)
 class Program:
-    """What one device does in one run."""
+    """The work of one device in one run."""
 
     steps: tuple[Step, ...]
 
     @property
     def flops(self) -> Counter[str]:
-        """Of all matrix products, by class."""
+        """Operations of all matrix products, by class."""
         total: Counter[str] = Counter()
         for step, times in _each(self.steps, 1):
             if isinstance(step, Work):
@@ -80,7 +80,7 @@ class Program:
 
     @property
     def bytes(self) -> int:
-        """Of memory traffic, without collectives."""
+        """Bytes of memory traffic, without collectives."""
         works = (times * step.bytes for step, times in _each(self.steps, 1) if isinstance(step, Work))
         return sum(works) + sum(
             times * transfer.bytes for transfer, times in self.transfers if transfer.kind == COPY
@@ -88,12 +88,12 @@ class Program:
 
     @property
     def transfers(self) -> list[tuple[Transfer, int]]:
-        """Each with how often it runs."""
+        """Each transfer with the number of its runs."""
         return [(step.transfer, times) for step, times in _each(self.steps, 1) if isinstance(step, Start)]
 
 
 def read_program(text: str) -> Program:
-    """Raises ``ValueError`` for what is no scheduled program, and for a loop of unknown length."""
+    """Raises ``ValueError`` for a text that is no scheduled program, and for a loop of unknown length."""
     check_scheduled(text)
     module = read_module(text)
     return Program(tuple(_Reader(module, partitions_of(text)).steps(module.entry)))
@@ -129,7 +129,7 @@ class _Reader:
                 yield from self._issued(computation, operation, under_way)
 
     def _issued(self, computation: Computation, operation: Operation, under_way: set[str]) -> Iterator[Step]:
-        """``under_way``: chains of the TPU compiler's asynchronous collectives, which is brought up to date."""
+        """``under_way``: chains of the TPU compiler's asynchronous collectives; the call updates the set."""
         wrapped = collectives_of(self._module, operation)
         begun, ended = (marked(self._module, operation, mark) if wrapped else set() for mark in (START, DONE))
         at_once = [collective for collective in wrapped if chain_of(collective) not in begun | under_way]
@@ -149,7 +149,7 @@ class _Reader:
         flops = product_flops(self._module, computation, operation)
         if operation.op.endswith("-start") and not wrapped:
             if flops:
-                # Computed at the same time as other operations, but on the same units: as if it were computed here.
+                # Computed at the same time as other operations, but on the same units, so treated as computed here.
                 yield Work(operation.name, dict(flops))
             yield Start(operation.name, Transfer(COPY, self._copied(operation)))
             return
@@ -164,7 +164,7 @@ class _Reader:
         return max(branches, key=lambda branch: (branch.flops.total(), branch.bytes)).steps
 
     def _copied(self, operation: Operation) -> int:
-        """Of ``copy-start``, ``slice-start`` and what runs asynchronously otherwise: its result is in HBM, or its
+        """Bytes of ``copy-start``, ``slice-start`` and other asynchronous operations: the result is in HBM, or the
         operand, or both."""
         arrays = operation.arrays
         size = min((array.bytes for array in arrays if array.shape), default=0)

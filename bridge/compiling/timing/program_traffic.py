@@ -1,8 +1,8 @@
 """Bytes that one operation of a compiled program reads from and writes to a device's main memory.
 
-An operation reads its operands and writes its result; inside a fusion nothing else touches memory. Where only a part
-of an operand is used (a slice, a gathered row, a layer of a stack), that part counts. What is updated in place counts
-as the part that is written. Caches are not modelled: what two operations read is read twice.
+An operation reads its operands and writes its result; inside a fusion nothing else touches memory. If an operation uses
+only a part of an operand (a slice, a gathered row, a layer of a stack), this part counts. For an update in place, the
+written part counts. Caches are not modelled: if two operations read an array, it counts twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ELEMENTWISE = {
     "floor", "is-finite", "log", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "reshape", "rsqrt",
     "select", "sine", "sqrt", "subtract", "tanh", "transpose", "logistic", "xor",
 }  # fmt: skip
-# Custom calls by which the TPU compiler notes something and moves nothing.
+# Custom calls that the TPU compiler uses as annotations; they move no data.
 _NOTES = re.compile(r'custom_call_target="(?:AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound)"')
 _MOVED = {"bitcast", "copy", "reshape", "convert", "get-tuple-element"}
 
 
 def traffic(module: Module, computation: Computation, operation: Operation) -> int:
-    """Bytes of ``operation``, an operation of ``computation``; 0 for collectives and what ends a transfer."""
+    """Bytes of ``operation`` in ``computation``; 0 for collectives and for operations that end a transfer."""
     if operation.op in _FREE or operation.op.endswith("-done") or is_collective(operation):
         return 0
     if operation.op == "fusion":
@@ -85,13 +85,13 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
     size = sum(array.size for array in value.arrays)
     needed = size if value.is_root else 0
     for user in inner.users.get(value.name, []):
-        # What a transfer reads, and what is passed on, is not read here.
+        # Operands of a transfer, and values that are only passed on, are not read here.
         if _is_transfer(user) or (user.op == "tuple" and user.is_root and value.op == "parameter"):
             continue
         if user.op in _SLICES and user.operands[0] == value.name:
             needed += user.arrays[0].size
         elif user.op == "dynamic-update-slice" and user.operands[0] == value.name:
-            # In place where the whole is the fusion's result; else the whole is copied.
+            # In place if the whole is the fusion's result; otherwise the whole is copied.
             needed += 0 if _written(inner, user) < size else size
         elif user.op == "tuple" and user.is_root:
             needed += size
@@ -104,7 +104,7 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
 
 
 def _written(inner: Computation, value: Operation) -> int:
-    """How many elements of a fusion's result are written: of what is updated in place the update alone."""
+    """How many elements of a fusion's result are written: for an update in place only the updated ones."""
     size = sum(array.size for array in value.arrays)
     if value.op == "parameter":
         return 0
@@ -119,7 +119,7 @@ def _written(inner: Computation, value: Operation) -> int:
 
 def _operand(computation: Computation, operation: Operation, index: int) -> tuple[Array, ...]:
     operand = computation.operand(operation, index)
-    # What a transfer is under way to is not read before it is there.
+    # The destination of a running transfer is not read before the transfer ends.
     return () if operand.op.endswith("-start") else operand.arrays
 
 

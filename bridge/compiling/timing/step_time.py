@@ -1,4 +1,4 @@
-"""A time for a compiled step: a roofline, walked in the order in which the program issues its operations.
+"""The time of a compiled step: a roofline, evaluated in the order in which the program issues its operations.
 
 ::
 
@@ -8,9 +8,9 @@
     print(time.total, time.exposed, throughput(time, machine, tokens=64 * 4096, parameters=8e9).mfu)
 
 Every operation takes as long as its products at their peak, or as its memory traffic, whichever is longer. A transfer
-runs during what stands between its start and its done; what is not over by then is waited for and is exposed. Transfers
-share the links: one runs after the other. It is an estimate, no measurement: latencies, the host, and the slowing of
-products during transfers are left out, and ``Efficiency`` stands for all that keeps a device below its peaks.
+runs during the operations between its start and its done; the device waits for the rest, which is exposed. Transfers
+share the links: one runs after the other. The result is an estimate, not a measurement: latencies, the host, and slower
+products during transfers are ignored, and ``Efficiency`` covers everything that keeps a device below its peaks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bridge.core.hlo.collectives import COPY, Transfer
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Parts of the peaks that are reached.
+    """The fractions of the peaks that are reached.
 
     ``products``: large bfloat16 products of cuBLAS reach 0.7 to 0.8 of an H100's peak, at which the card lowers its
-    clock; TPUs reach more. ``memory``: what copies reach of HBM's nominal rate is 0.8 to 0.9, and fusions with
+    clock; TPUs reach more. ``memory``: copies reach 0.8 to 0.9 of HBM's nominal rate, and fusions with
     reductions are slower. ``links``: large collectives of NCCL reach about 0.8 of NVLink's nominal rate.
     """
 
@@ -49,8 +49,8 @@ class Efficiency:
 class StepTime:
     """Seconds of one step, which add up to ``total``.
 
-    ``products``: operations whose matrix products take longest. ``memory``: those whose memory traffic does.
-    ``exposed``: waiting for transfers. ``communication``: all transfers between devices, exposed or not; no part of
+    ``products``: operations whose matrix products take longest. ``memory``: operations whose memory traffic does.
+    ``exposed``: waiting for transfers. ``communication``: all transfers between devices, exposed or not; not a part of
     the total.
     ``flops``: of matrix products on one device, by class; ``product_peak``: seconds of these at their peaks.
     """
@@ -68,15 +68,15 @@ class StepTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds of transfers that cost nothing."""
+        """Seconds of transfers that are hidden behind computation."""
         return max(0.0, self.communication - self.exposed)
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """``mfu``: the model's operations, 6 for each parameter and token, as a part of all devices' peak. ``hfu``: the
-    program's own, each class at its own peak, so also what recomputation and attention add. ``dollars``: of a million
-    tokens; None without a price."""
+    """``mfu``: the model's operations, 6 per parameter and token, as a fraction of all devices' peak. ``hfu``: the
+    program's own operations, each class at its own peak, so including recomputation and attention. ``dollars``: per
+    million tokens; None without a price."""
 
     tokens_per_second: float
     mfu: float
@@ -85,7 +85,7 @@ class Throughput:
 
 
 def step_time(program: Program, machine: Machine, efficiency: Efficiency | None = None) -> StepTime:
-    """Raises ``ValueError`` for a dtype without a peak, and for a program of more devices than the machine has."""
+    """Raises ``ValueError`` for a dtype without a peak, and for a program for more devices than the machine has."""
     clock = _Clock(machine, efficiency or Efficiency())
     clock.run(program.steps)
     clock.finish()
@@ -118,7 +118,7 @@ def throughput(
     dtype: str = "bf16",
     price: float | None = None,
 ) -> Throughput:
-    """``tokens``: of a step on all devices. ``dtype``: whose peak ``mfu`` is a part of. ``price``: of a device-hour."""
+    """``tokens``: per step on all devices. ``dtype``: its peak is the base of ``mfu``. ``price``: per device-hour."""
     rate = tokens / time.total
     peak = machine.devices * machine.hardware.peak(dtype)
     dollars = None if price is None else price * machine.devices / 3600 / rate * 1e6
@@ -133,7 +133,7 @@ class _Clock:
         self._peaks = machine.hardware
         self.now = 0.0
         self.spent = dict.fromkeys(("products", "memory", "exposed", "communication"), 0.0)
-        # When the links, and the copies inside the device, are free again.
+        # The times at which the links, and the copies inside the device, are free again.
         self._free = {False: 0.0, True: 0.0}
         self._due: dict[str, tuple[float, bool]] = {}
 
@@ -174,7 +174,7 @@ class _Clock:
         return seconds_on_links(transfer, self._machine) / self._efficiency.links
 
     def _wait(self, key: str) -> None:
-        # In the first turn of a loop a done may stand before its start.
+        # In the first iteration of a loop, a done may come before its start.
         if key in self._due:
             over, copy = self._due.pop(key)
             self._pass(max(0.0, over - self.now), "memory" if copy else "exposed")
@@ -185,7 +185,7 @@ class _Clock:
         self.spent[part] += seconds
 
     def _loop(self, loop: Loop) -> None:
-        """Turn by turn until a turn ends as the one before did; all further turns are then like it."""
+        """Run iterations until one ends like the one before; all further iterations are then the same."""
         ahead = self._ahead()
         for turn in range(1, loop.times + 1):
             began, spent = self.now, dict(self.spent)
@@ -209,6 +209,6 @@ class _Clock:
             self.recorder.add(Span(lane, kind, start, seconds))
 
     def _ahead(self) -> dict[str, float]:
-        """How long, from now, links and transfers are still busy."""
+        """How long, from now, links and transfers stay busy."""
         busy = {f"copies {copy}": max(0.0, free - self.now) for copy, free in self._free.items()}
         return busy | {key: max(0.0, over - self.now) for key, (over, _) in self._due.items()}

@@ -1,11 +1,11 @@
-"""A compiled step as a picture sees it: what the device does, and what its links carry meanwhile.
+"""The timeline of a compiled step for pictures: what the device does, and what its links carry at the same time.
 
 ::
 
     device   |products|mem|products|waiting|products|...
     links    |all_gather  |     |all_gather|psum    |...
 
-Time that a device waits is exposed communication.
+Time in which a device waits is exposed communication.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 DEVICE, LINKS = "device", "links"
 DOINGS = ("products", "memory", "waiting")
-"""What a device does: matrix products, memory traffic, waiting for transfers."""
+"""The activities of a device: matrix products, memory traffic, waiting for transfers."""
 _TOUCHES = 1e-12
-"""Seconds between spans that touch, for sums of floating-point numbers."""
+"""Allowed gap in seconds between spans that touch, because of rounding in sums."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Recorder:
         self._spans.append(span)
 
     def begin_turn(self) -> int:
-        """Where the spans of a turn of a loop begin: none of them becomes one with a span before."""
+        """The start of a loop iteration's spans: none of them is joined with an earlier span."""
         self._last.clear()
         return len(self._spans)
 
     def repeat(self, turn: int, times: int, seconds: float) -> None:
-        """The spans since ``turn`` another ``times`` times, each time ``seconds`` later."""
+        """Repeat the spans since ``turn`` another ``times`` times, each time ``seconds`` later."""
         spans = self._spans[turn:]
         for number in range(1, times + 1):
             for span in spans:

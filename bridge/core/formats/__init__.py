@@ -66,13 +66,13 @@ Format: TypeAlias = Literal["dcp", "orbax", "safetensors"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 """Formats that can be written."""
 READ_ONLY_FORMATS = ("torch", "npz", "msgpack")
-"""Formats that can be read and not written: torch.save, NumPy's archives, flax's serialization."""
+"""Formats that can be read but not written: torch.save, NumPy's archives, flax's serialization."""
 
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
 def format_named(name: str) -> Format:
-    """One of FORMATS. ValueError for another name."""
+    """One of FORMATS. ValueError for any other name."""
     for format in FORMATS:
         if name == format:
             return format
@@ -82,7 +82,7 @@ def format_named(name: str) -> Format:
 def detect_format(path: str | os.PathLike[str]) -> str:
     """One of FORMATS or READ_ONLY_FORMATS, from the names of the files in the directory, or of the file itself.
 
-    Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
+    Raises FileNotFoundError (no such path), NotADirectoryError (some other file), CheckpointError (half-written, or
     unknown).
     """
     where = path if isinstance(path, StorePath) else Path(path)
@@ -104,7 +104,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         )
     if metadata_files(where):
         return "dcp"
-    # A directory of steps holds items, which hold the files: <root>/<step>/<item>/_METADATA.
+    # A directory of steps contains items, and items contain the files: <root>/<step>/<item>/_METADATA.
     for pattern in ("", "*/", "*/*/"):
         if any(next(where.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
@@ -120,12 +120,12 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
         MsgpackReader(where / "checkpoint").close()
         arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = f"it has one file of flax, checkpoint: give its path, {where / 'checkpoint'}"
+        alone = f"it contains flax's file checkpoint: give the path of that file, {where / 'checkpoint'}"
         raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
     names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
-    steps = "; to take one of several steps, choose it (--step latest, or its number)"
+    steps = "; if the directory contains several steps, choose one (--step latest, or --step NUMBER)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
         f"*.msgpack files in {where}, found {first_of(names) or 'an empty directory'}"
@@ -138,11 +138,10 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open the checkpoint at a local path or a URL, whatever its format.
 
-    verify: compare chunks with the checksums that the format itself has (DCP, Orbax, zip files) when they are read.
-    items: of an Orbax step, the items to be read, or of a pipeline of diffusers the folders; several are read as one
-    tree, each below its name. Without items a pipeline is read whole; of a step its only item, or all where their names
-    say that they are one train state, such as params and opt_state. step: a number, or "latest", where `path` is a
-    directory of steps.
+    verify: compare chunks with the format's own checksums (DCP, Orbax, zip files) when they are read. items: the items
+    of an Orbax step to read, or the folders of a diffusers pipeline; several are read as one tree, each below its name.
+    Without items, a pipeline is read whole. A step's only item is read, or all items if their names say that they form
+    one train state, such as params and opt_state. step: a number, or "latest", if `path` is a directory of steps.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
@@ -150,7 +149,9 @@ def open_checkpoint(
         path = at_step(path, step)
     if is_url(path):
         if hint := hub_hint(path):
-            raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
+            raise CheckpointError(
+                f"{path} is a web page's address: expected the address of a checkpoint's files{hint}"
+            )
         from bridge.core.formats.stores.listing import StoredReader
 
         return StoredReader(str(path), lambda where: _open(where, verify, items))
@@ -158,20 +159,20 @@ def open_checkpoint(
 
 
 def items_of_each(paths: Sequence[str | os.PathLike[str]], items: Sequence[str]) -> list[Sequence[str]]:
-    """`items` for each path that has any, none for the others; for all where none has, so that opening refuses them."""
+    """`items` for each path that has items, none for others; for all if none has any, so that opening refuses them."""
     there = [bool(items) and (is_url(path) or has_parts(Path(path))) for path in paths]
     return [items if has or not any(there) else () for has in there]
 
 
 @collection_paused()
 def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
-    # Imported here: reading one format must not need the other's dependencies (tensorstore).
+    # Imported here: reading one format must not need the dependencies of another (tensorstore).
     format = detect_format(path)
     if items and not has_parts(path):
         raise CheckpointError(
             f"{path}: expected a checkpoint of several items (--item), found one of {format}"
         )
-    # The metadata of DCP speaks for all of its directory.
+    # DCP's metadata describes its whole directory.
     if format == "dcp" and not items:
         from bridge.core.formats.dcp.reader import DcpReader
 
@@ -215,7 +216,7 @@ def create_checkpoint(
 ) -> CheckpointWriter:
     """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 
-    `format` is one of FORMATS, else ValueError. items: keys of the tree that become an item each, in Orbax only.
+    `format` is one of FORMATS, else ValueError. items: keys of the tree that each become an item, in Orbax only.
     """
     if items and format != "orbax":
         raise CheckpointError(f"{path}: expected orbax, which has items (--write-item), got {format}")

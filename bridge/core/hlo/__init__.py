@@ -1,1 +1,1 @@
-"""Compiled programs of XLA, read from their text; no JAX is needed."""
+"""Compiled XLA programs, read from their text; no JAX is needed."""

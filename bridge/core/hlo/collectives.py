@@ -1,8 +1,8 @@
-"""The collectives of a compiled program: what travels, and between which devices.
+"""The collectives of a compiled program: what is transferred, and between which devices.
 
-The GPU compiler writes a start and a done as operations. The TPU compiler writes both, and what runs between them, as
-fusions that each repeat the collective; custom calls in them, ``AsyncCollectiveStart`` and ``AsyncCollectiveDone``,
-tell which is which::
+The GPU compiler writes a start and a done as operations. The TPU compiler writes start, done, and everything that runs
+between them as fusions that each repeat the collective; custom calls in them, ``AsyncCollectiveStart`` and
+``AsyncCollectiveDone``, distinguish them::
 
     %f1 (...) { %g = f32[128] all-gather(...), channel_id=7 ... custom-call(%g), ...="AsyncCollectiveStart" }
     %f2 (...) { %g = f32[128] all-gather(...), channel_id=7 ... %c = f32[8,8] convolution(...) }
@@ -26,7 +26,7 @@ KINDS = {
     "collective-permute": "ppermute",
 }
 COPY = "copy"
-"""The kind of a copy inside a device, between a TPU's main memory and its VMEM."""
+"""The kind for a copy inside a device, between a TPU's main memory and its VMEM."""
 
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -40,9 +40,9 @@ START, DONE = (f'custom_call_target="AsyncCollective{half}"' for half in ("Start
 
 @dataclass(frozen=True)
 class Transfer:
-    """``kind``: JAX's name of a collective, or ``COPY``. ``bytes``: of the full arrays; of a copy, read and written.
+    """``kind``: JAX's name of a collective, or ``COPY``. ``bytes``: of the full arrays; for a copy, read and written.
 
-    ``groups``: numbers of the devices that take part together, one group of several alike; for ``ppermute`` the pairs.
+    ``groups``: numbers of the devices that communicate, one group of several similar ones; for ``ppermute`` the pairs.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def is_collective(operation: Operation) -> bool:
 
 
 def transfer(module: Module, wrapped: list[Operation], outer: Operation, partitions: int) -> Transfer:
-    """``wrapped``: collectives that run as one, inside or instead of the operation ``outer``; see ``kind_of``."""
+    """``wrapped``: collectives that run as one, inside or in place of the operation ``outer``; see ``kind_of``."""
     collective = kind_of(module, wrapped, outer)
     size = sum(array.bytes for inner in wrapped for array in full_arrays(inner, partitions))
     return Transfer(collective, size, groups_of(wrapped[0], partitions))
@@ -71,7 +71,7 @@ def kind_of(module: Module, wrapped: list[Operation], outer: Operation) -> str:
     if len(kinds) > 1:
         raise ValueError(f"expected one kind of collective in {outer.name}, got {sorted(kinds)}")
     (collective,) = kinds
-    # A fusion that reduces and keeps a shard. An all-reduce that is sliced elsewhere sends all of its bytes.
+    # A fusion that reduces and keeps a shard. An all-reduce that is sliced elsewhere still sends all of its bytes.
     keeps_a_shard = outer.op == "fusion" and any(
         inner.op == "dynamic-slice" for _, inner in module.within(outer)
     )
@@ -79,7 +79,7 @@ def kind_of(module: Module, wrapped: list[Operation], outer: Operation) -> str:
 
 
 def collectives_of(module: Module, operation: Operation) -> list[Operation]:
-    """The collectives that an operation is, or that stand behind it."""
+    """The collectives that an operation is, or that it contains."""
     if is_collective(operation):
         return [operation]
     if operation.op not in ("async-start", "fusion"):
@@ -93,7 +93,7 @@ def partitions_of(text: str) -> int:
 
 
 def chain_of(operation: Operation) -> str:
-    """What all pieces of one asynchronous collective of the TPU compiler have in common."""
+    """An identifier that all pieces of one asynchronous collective of the TPU compiler share."""
     return str(_CHAIN.findall(operation.attributes))
 
 
@@ -107,20 +107,20 @@ def marked(module: Module, operation: Operation, marker: str) -> set[str]:
 
 
 def full_arrays(operation: Operation, partitions: int) -> tuple[Array, ...]:
-    """What a collective gathers, or reduces, whole; several where XLA has merged as many."""
+    """The whole arrays that a collective gathers or reduces; several if XLA has merged collectives."""
     collective = operation.op.removesuffix("-start")
     if operation.op == collective or collective == "all-reduce":
         if collective != "reduce-scatter":
             return operation.arrays
         members = len(groups_of(operation, partitions)[0])
         return tuple(replace(array, shape=(members, *array.shape)) for array in operation.arrays)
-    # (operands, results, and what a platform adds)
+    # (operands, results, and platform-specific additions)
     parts = elements(operation.result)
     return arrays_of(parts[0] if collective == "reduce-scatter" else parts[1])
 
 
 def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...]:
-    """See ``Transfer.groups``. ``partitions``: devices of the program, all of which take part where none are named."""
+    """See ``Transfer.groups``. ``partitions``: devices of the program, which all take part if none are named."""
     text = operation.attributes
     if operation.op.startswith("collective-permute"):
         pairs = _PAIR.search(text)

@@ -33,7 +33,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 
 @dataclass(frozen=True)
 class Array:
-    """``in_hbm``: whether it lies in the device's main memory, not in a TPU's VMEM or on the host."""
+    """``in_hbm``: whether it is in the device's main memory, not in a TPU's VMEM or on the host."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,9 +51,9 @@ class Array:
 
 @dataclass(frozen=True)
 class Operation:
-    """``operands``: names in the same computation. ``given``: what stands between its parentheses.
+    """``operands``: names in the same computation. ``given``: the text between its parentheses.
 
-    ``attributes``: what follows them, without the metadata for people.
+    ``attributes``: the text after them, without the metadata for people.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Operation:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Of the result: several for a tuple."""
+        """The arrays of the result: several for a tuple."""
         return arrays_of(self.result)
 
     @cached_property
@@ -74,7 +74,7 @@ class Operation:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations of a fusion, a call, an asynchronous start; of a loop its body."""
+        """Computations of a fusion, a call, or an asynchronous start; for a loop, its body."""
         return tuple(_CALLED.findall(self.attributes))
 
     @cached_property
@@ -106,7 +106,7 @@ class Computation:
         return users
 
     def operand(self, operation: Operation, position: int) -> Operation:
-        """Raises ``ValueError`` where the text lacks it."""
+        """Raises ``ValueError`` if the text lacks it."""
         names = operation.operands
         if position >= len(names) or names[position] not in self.by_name:
             raise ValueError(
@@ -133,7 +133,7 @@ class Module:
                 yield from self.within(inner)
 
     def trips(self, loop: Operation) -> int:
-        """How often a ``while`` runs its body; ``ValueError`` where neither compiler nor condition says so."""
+        """How often a ``while`` runs its body; ``ValueError`` if neither compiler nor condition says so."""
         if told := _TRIPS.search(loop.attributes):
             return int(told[1])
         if (limit := self._limit(loop)) is not None:
@@ -141,7 +141,7 @@ class Module:
         raise ValueError(f"expected loops of known length, got {loop.name} without a trip count")
 
     def _limit(self, loop: Operation) -> int | None:
-        # The TPU compiler leaves the number to the condition: that a counter, which begins at 0, is below it.
+        # The TPU compiler states the number only in the condition: a counter that begins at 0 must be below it.
         named = _CONDITION.search(loop.attributes)
         condition = self.computations.get(named[1]) if named else None
         for operation in condition.operations if condition else ():
@@ -160,7 +160,7 @@ class Module:
 
 
 def check_scheduled(text: str) -> None:
-    """Raises ``ValueError`` for a text whose operations do not stand in the order of issue."""
+    """Raises ``ValueError`` for a text whose operations are not in the order of issue."""
     head = text.partition("\n")[0]
     if not head.startswith("HloModule") or "is_scheduled=true" not in head:
         raise ValueError(
@@ -197,7 +197,7 @@ def arrays_of(result: str) -> tuple[Array, ...]:
 
 
 def elements(result: str) -> list[str]:
-    """The types in a tuple's type; a type that is no tuple is its only element."""
+    """The types in a tuple's type; a type that is not a tuple is its only element."""
     if not result.startswith("("):
         return [result]
     texts, depth, begun = [], 0, 1
@@ -224,7 +224,7 @@ def _operation(root: str | None, name: str, result: str, op: str, rest: str) -> 
 
 
 def nbytes(dtype: str, size: int) -> int:
-    """Of ``size`` elements; ``ValueError`` for a dtype without a number of bits in its name."""
+    """Bytes of ``size`` elements; ``ValueError`` for a dtype without a number of bits in its name."""
     bits = _BITS.get(dtype)
     if bits is None:
         number = re.match(r"[a-z]+(\d+)", dtype)

@@ -1,12 +1,11 @@
-"""Known causes inside of an attention: both sides' mixed values are tried against formulas of attention.
+"""Known causes inside an attention: formulas of attention are tried on both sides' mixed values.
 
     query, key, value  -->  rotary -> scores -> scale, cap -> mask -> softmax -> values of the heads, joined
     (inner modules' outputs)                                                     (what the output projection is given)
 
-A formula that fits one side to the floor is found first, from the usual ones. The other side's then is a formula that
-differs from it in one field, or two. What is named are those fields: "torch: rotary base 10000; JAX: rotary base
-500000". Most formulas are refuted by the first queries of the first row of the batch, which costs little; what is left
-must fit everything.
+First the search finds a usual formula that fits one side to the floor. Then it finds a formula for the other side that
+differs in one field or two. The cause names these fields: "torch: rotary base 10000; JAX: rotary base 500000". The
+first queries of the first row of the batch refute most formulas cheaply. A formula that is left must fit all values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 from bridge.parity.causes.formulas import MASKS, AttentionFormula, AttentionInputs, attention, base_of
 from bridge.parity.recorded.distance import FACTOR
 
-# The bases of public models, the usual ones first: each that does not fit costs a pass.
+# The bases of public models, the usual ones first: each base that does not fit costs a pass.
 _BASES = (1e4, 5e5, 1e6, 1e5, 1e7, 5e6, 1.6e5, 1e3, 1e2)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "rotary": ("none", "half", "interleaved"),
@@ -40,15 +39,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _OF_ROTARY = ("angles", "share", "later", "turned", "direction")
 _FIELDS = tuple(field.name for field in fields(AttentionFormula))
 _EARLY, _EARLIEST = 8, 3
-"""Queries of the first row by which most formulas are refuted; the fewer ones are inside of any window."""
+"""Queries of the first row that refute most formulas; so few queries are inside any window."""
 _SLACK = 4.0
-"""How much larger than the average the error of a few queries may be."""
+"""How many times the average error the error of a few queries may be."""
 _SOLVED = 2e-5
-"""How far a number that is solved for may be from a round one that is meant; constants in float32 move it."""
+"""How far a solved number may be from the round number that is meant; float32 constants move it."""
 _WORK, _LEAST = 1.5e9, 4e5
-"""Multiplications that one side's search may take, and what a small formula counts as."""
+"""Multiplications that the search of one side may take, and the least that a formula counts as."""
 _LARGEST_SCORES = 1 << 24
-"""Scores of one row of the batch above which nothing is tried."""
+"""Scores of one row of the batch above which no formula is tried."""
 
 
 def attention_cause(
@@ -59,9 +58,9 @@ def attention_cause(
     *,
     starts: tuple[bool, ...] = (True, False),
 ) -> str:
-    """Why two attentions mix the same values otherwise; empty where no two formulas explain it.
+    """Why two attentions mix the same values differently; empty if no two formulas explain it.
 
-    ``floor``: relative to the norm of what is mixed. ``stored``: further words for either side, of how its query, key
+    ``floor``: relative to the norm of the mixed values. ``stored``: extra words for either side on how its query, key
     and value were found. ``starts``: whether the first formula is a usual one (true, cheap) or nearly so (false).
     """
     sides = _Search(torch, floor), _Search(jax, floor)
@@ -81,7 +80,7 @@ def attention_cause(
 
 
 class _Search:
-    """One side's formulas. Their work is counted, and none is tried when all of it is done."""
+    """The formulas of one side. The search counts its work and stops at a limit."""
 
     def __init__(self, inputs: AttentionInputs, floor: float) -> None:
         self.inputs = inputs
@@ -108,7 +107,7 @@ class _Search:
                 yield from self._solve(replace(start, cap=cap), "scale", -4.0, 4.0)
 
     def nearest(self, known: AttentionFormula) -> AttentionFormula | None:
-        """A formula that fits and differs from ``known`` in few fields, none if possible."""
+        """A formula that fits and differs from ``known`` in as few fields as possible, at best none."""
         return next(
             itertools.chain(
                 self._whole(known), self._varied(known), self._solved(known), self._varied_twice(known)
@@ -122,7 +121,7 @@ class _Search:
         yield from (("none", _BASES[0]), ("half", 1e4), ("half", 5e5), ("half", 1e6), ("interleaved", 1e4))
 
     def _options(self, known: AttentionFormula) -> dict[str, tuple[Any, ...]]:
-        """Values for each field that has others than ``known``'s, those left out."""
+        """Values for each field that has values other than ``known``'s, without ``known``'s."""
         root, width = math.sqrt(self._size), self.inputs.mixed.shape[-1]
         scales = (1 / root, 1.0, 1 / self._size, width**-0.5, root, known.scale / root, known.scale * root)
         window = known.window
@@ -153,7 +152,7 @@ class _Search:
                             yield from self._whole(replace(once, **{other: last}))
 
     def _solved(self, known: AttentionFormula) -> Iterator[AttentionFormula]:
-        """With the number that fits, where one does: the scale of the scores, their cap, or the rotary base."""
+        """With the number that fits, if there is one: the scale of the scores, their cap, or the rotary base."""
         yield from self._solve(known, "scale", -4.0, 4.0)
         yield from self._solve(known, "cap", -1.0, 3.0)
         if known.rotary != "none":
@@ -165,7 +164,7 @@ class _Search:
         def at(power: float) -> AttentionFormula:
             return replace(known, **{name: 10.0**power})
 
-        # In powers of ten: scales and bases are as likely 1e-2 as 1e6.
+        # In powers of ten: scales and bases may be 1e-2 or 1e6.
         power = minimum(lambda power: self._error(at(power)), low, high)
         if power is None or not self._error(at(power)) <= _SLACK * self._floor:
             return
@@ -184,7 +183,7 @@ class _Search:
             yield from self._windowed(formula)
 
     def _error(self, formula: AttentionFormula) -> float:
-        """Of the first queries of the first row, over their norm."""
+        """The error on the first queries of the first row, over their norm."""
         queries = min(_EARLIEST if _opens(formula) else _EARLY, self.inputs.mixed.shape[1])
         keys = self.inputs.key.shape[1] if formula.mask == "none" else queries
         self._left -= max(_LEAST, queries * keys * self.inputs.mixed.shape[-1])
@@ -207,7 +206,7 @@ class _Search:
         return math.sqrt(square) <= self._floor * math.sqrt(norm)
 
     def _windowed(self, formula: AttentionFormula) -> Iterator[AttentionFormula]:
-        """With a window of as many tokens as queries fit without one."""
+        """With a window of as many tokens as queries that fit without a window."""
         computed = attention(formula, self.inputs, slice(0, 1))
         if computed is None:
             return
@@ -234,7 +233,7 @@ def _named(
     inputs: tuple[AttentionInputs, AttentionInputs],
     stored: tuple[str, str],
 ) -> str:
-    """What the two formulas do not have in common."""
+    """The fields in which the two formulas differ, in words."""
     every = [
         {**_words(formula, side), "stored": extra}
         for formula, side, extra in zip(formulas, inputs, stored, strict=True)
@@ -248,7 +247,7 @@ def _named(
 
 
 def _words(formula: AttentionFormula, inputs: AttentionInputs) -> dict[str, str]:
-    """By field; empty for what the formula does not have."""
+    """Words by field; empty for fields that the formula does not have."""
     angles, share = formula.angles, formula.share
     base: float | None
     if isinstance(angles, str):
@@ -296,7 +295,7 @@ def _words(formula: AttentionFormula, inputs: AttentionInputs) -> dict[str, str]
 
 
 def _scale(scale: float, size: int) -> str:
-    """A scale of scores in words: what a known one is, besides its value."""
+    """A scale of scores in words: its name if it is a known one, otherwise its value."""
     if abs(scale - 1) < 1e-6:
         return "scores not scaled"
     known = ""
@@ -313,7 +312,7 @@ def _scale(scale: float, size: int) -> str:
 
 
 def minimum(error: Callable[[float], float], low: float, high: float, points: int = 60) -> float | None:
-    """Where ``error`` is least: the best points of a grid, refined by golden sections. None where all is infinite."""
+    """The minimum of ``error``: the best points of a grid, refined by golden sections. None if all are infinite."""
     grid = np.linspace(low, high, points)
     values = [error(x) for x in grid]
     step = float(grid[1] - grid[0])

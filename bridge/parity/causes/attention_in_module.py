@@ -1,7 +1,7 @@
-"""An attention inside of a module: what its own code gets on either side, and what it makes of it.
+"""An attention inside a module: what its own code gets on each side, and what it returns.
 
-The projections' outputs are query, key and value, apart or in one. What the last projection is given, or what the
-module returns, is mixed of them. ``attention.py`` then looks for the two formulas.
+The outputs of the projections are query, key and value, separate or in one array. The attention mixes them into the
+input of the last projection, or into the module's output. ``attention.py`` then looks for the two formulas.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bridge.parity.recorded.distance import fits
 from bridge.parity.recorded.recording import Leaves
 
 _ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
-"""In names of modules: which order of three projections is tried first."""
+"""Parts of module names: which order of three projections is tried first."""
 _SIZES = (64, 128, 96, 32, 80, 256, 16, 8)
-"""Of an attention's heads, where neither an array nor a module says it; tried before other divisors of the width."""
+"""Head sizes of attentions, if neither an array nor a module gives one; tried before other divisors of the width."""
 _MOST_OTHERS = 24
 _FUSED = {
     "blocks": "query, key and value as blocks of their projection",
@@ -33,10 +33,10 @@ _FUSED = {
 
 @dataclass(frozen=True)
 class _Mixing:
-    """What one side's own code of an attention gets and makes: projections' outputs, module inputs, what is mixed.
+    """What one side's own attention code gets and returns: projections' outputs, module inputs, mixed values.
 
     ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence. ``exchanged``:
-    whether query, key and value are others than names or the order of calls say.
+    whether query, key and value differ from what names or the order of calls say.
     """
 
     projected: tuple[np.ndarray, ...]
@@ -49,13 +49,13 @@ class _Mixing:
 def attention_in_module(
     pair: CallPair, inner: Children, outputs: Leaves, inner_inputs: Mapping[int, Leaves]
 ) -> str:
-    """Of what the own code of an attention makes of query, key and value."""
+    """The cause of a difference in what an attention's own code computes from query, key and value."""
     mixings = [
         (torch, jax)
         for torch, jax in _mixings(pair, inner, outputs, inner_inputs)
         if max(array.size for side in (torch, jax) for array in (*side.projected, side.mixed)) <= LARGEST
     ]
-    # The usual formulas refute a wrong size or order cheaply. The other formulas try orders themselves.
+    # The usual formulas refute a wrong size or order cheaply. The other formulas try the orders themselves.
     for usual, (torch, jax) in itertools.product((True, False), mixings):
         if torch.exchanged and not usual:
             continue
@@ -80,9 +80,9 @@ def attention_in_module(
 def _mixings(
     pair: CallPair, inner: Children, jax_outputs: Leaves, inner_inputs: Mapping[int, Leaves]
 ) -> Iterator[tuple[_Mixing, _Mixing]]:
-    """With an output projection, the last module inside, and without one.
+    """With an output projection (the last module inside), and without one.
 
-    Of the modules before it, those whose output no other one is given are the projections.
+    Of the modules before it, the projections are the ones whose output no other module gets.
     """
     x = next((pair.torch.inputs[name] for name, _, _ in pair.inputs), np.zeros(0))
     if x.ndim < 2 or not inner.pairs:
@@ -116,7 +116,7 @@ def _sides(
     roles = [_ROLE.search(child.modules.torch.rpartition(".")[2]) for child, _, _ in ends]
     if len(ends) == 3 and {match and match[1] for match in roles} == {"q", "k", "v"}:
         ends = [ends[[match and match[1] for match in roles].index(role)] for role in "qkv"]
-    # Values decide which one is the query, not names: a side's own result must follow from it.
+    # Values, not names, decide which one is the query: a side's own result must follow from it.
     for number, ordered in enumerate(itertools.permutations(ends) if len(ends) in (1, 3) else ()):
         ours = tuple(output for _, output, _ in ordered)
         theirs = tuple(way.to_jax(output) for _, output, way in ordered)
@@ -127,7 +127,7 @@ def _sides(
 
 
 def _same_inputs(child: CallPair, jax_inputs: Leaves | None) -> bool:
-    """Whether JAX gives a module what torch does: else its fault lies before what it makes of the outputs."""
+    """Whether JAX gives a module the same as torch does; otherwise the fault is before the mixing."""
     return jax_inputs is not None and all(
         fits(
             way.to_jax(child.torch.inputs[name]),
@@ -146,7 +146,7 @@ def _fingerprint(x: np.ndarray) -> tuple[int, float]:
 
 
 def _rows(x: np.ndarray, length: int) -> np.ndarray | None:
-    """``[B, T, features]`` of an array with a sequence of any length where none of ``length`` is."""
+    """``[B, T, features]`` of an array; if no axis has ``length``, an axis of any length is the sequence."""
     if x.ndim == 2:
         return x[None]
     if x.ndim == 4 and x.shape[1] != length and x.shape[2] == length:
@@ -161,7 +161,7 @@ def _inputs(
     tables: Mapping[str, tuple[np.ndarray, np.ndarray]],
     masks: Mapping[str, np.ndarray],
 ) -> AttentionInputs | None:
-    """With heads of this size; None where the arrays have none of it."""
+    """The inputs with heads of this size; None if the arrays have no such heads."""
     rows = [_rows(array, side.length) for array in (*side.projected, side.mixed)]
     known = [array.astype(np.float64) for array in rows if array is not None]
     if len(known) < len(rows) or any(len(array) != len(known[0]) or array.shape[2] % size for array in known):
@@ -188,9 +188,9 @@ def _inputs(
 def _sizes(
     pair: CallPair, torch: _Mixing, jax: _Mixing, tables: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[list[int], list[int]]:
-    """Sizes of heads, the likely ones first: as modules say, of arrays with an axis for heads, of tables, as is usual.
+    """Sizes of heads, the likely ones first: from modules, arrays with an axis for heads, tables, usual sizes.
 
-    With them other divisors of the width, where nobody says a size.
+    If nothing gives a size, also other divisors of the width.
     """
     sizes_said = [
         array.shape[-1] for side in (torch, jax) for array in (side.mixed, *side.projected) if array.ndim == 4
@@ -202,7 +202,7 @@ def _sizes(
     for numbers, head_sizes in (pair.torch.heads, pair.jax.heads):
         sizes_said += [*(width // number for number in numbers if width % number == 0), *head_sizes]
     said = bool(sizes_said)
-    # Weights of the heads, which some attentions return.
+    # Attention weights by head, which some attentions return.
     sizes_said += [
         width // array.shape[1]
         for array in pair.torch.outputs.values()

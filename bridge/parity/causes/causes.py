@@ -1,8 +1,8 @@
-"""Known causes: what explains a difference to the noise floor is named.
+"""Known causes: a cause is named if it explains a difference down to the noise floor.
 
-Each module that introduces a difference is tried against formulas (``formulas.py``). Where torch's output fits one of
-them and JAX's another one, the two are the cause: "torch: RMS norm, epsilon 1e-06; JAX: RMS norm, epsilon 1e-05". A
-weight is tried as another arrangement of its twin. Nothing is named that leaves more than the floor unexplained.
+For each module that introduces a difference, formulas are tried (``formulas.py``). If torch's output fits one formula
+and JAX's another, the two are the cause: "torch: RMS norm, epsilon 1e-06; JAX: RMS norm, epsilon 1e-05". A weight is
+tried as a rearrangement of its twin. No cause is named that leaves more than the floor unexplained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.parity.recorded.recording import Leaves
 
 
 def weight_cause(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
-    """Why two weights of one shape differ; empty where nothing known explains it."""
+    """Why two weights of one shape differ; empty if no known cause explains it."""
     if torch.size > LARGEST:
         return ""
     scalar = _multiple(torch, jax, floor)
@@ -44,10 +44,10 @@ def module_cause(
     floors: Mapping[str, float],
     parameters: Leaves,
 ) -> str:
-    """Why a module's outputs differ when it runs alone.
+    """Why a module's outputs differ when the module runs alone.
 
     ``found``: JAX's outputs on torch's inputs. ``given``: by index in ``inner.pairs``, what JAX gave to the modules
-    inside. ``floors``: absolute, by output leaf. ``parameters``: the torch module's own ones, by last name.
+    inside. ``floors``: absolute, by output leaf. ``parameters``: the torch module's own, by last name.
     """
     for name, other, way in pair.outputs:
         if other not in jax_outputs:
@@ -90,7 +90,7 @@ def _norm(
 
 
 def _activation(inner: Children, inner_inputs: Mapping[int, Leaves]) -> str:
-    """Of the projections whose outputs have the size of what the last one gets."""
+    """The activation between projections whose outputs have the size of the last projection's input."""
     for index, child in enumerate(inner.pairs):
         for name, other, way in child.inputs[:1]:
             theirs = way.to_jax(child.torch.inputs[name])
@@ -121,7 +121,7 @@ def _sources(before: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray 
 def _both(
     formulas: Iterable[tuple[str, np.ndarray]], torch: np.ndarray, jax: np.ndarray, floor: float
 ) -> str:
-    """Both sides' formulas, where both are known and differ."""
+    """Both sides' formulas, if both are known and differ."""
     candidates = list(formulas)
     named = []
     for value in (torch, jax):
@@ -139,15 +139,15 @@ def _multiple(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
     if not square > 0 or not np.isfinite(square):
         return ""
     factor = float(np.vdot(torch, jax).real) / square
-    # A factor of 1 explains nothing, and a factor of 0 any difference. Constants in float32 move a
-    # factor by less than 1e-6.
+    # A factor of 1 explains nothing, and a factor of 0 explains any difference. Constants in float32
+    # move a factor by less than 1e-6.
     if abs(factor - 1) < 1e-6 or abs(factor) < 1e-6 or not fits(factor * torch, jax, floor):
         return ""
     return f"JAX's is {factor:.6g} times torch's{_known(factor)}"
 
 
 def _known(factor: float) -> str:
-    """A factor as a power of a whole number, where it is one: scores divided by sqrt(d) once, twice or never."""
+    """A factor as a power of a whole number, if it is one: scores divided by sqrt(d) once, twice or never."""
     for power, words in ((2, "sqrt({})"), (-2, "1 / sqrt({})")):
         whole = abs(factor) ** power
         # Wider than 1e-6: a power multiplies the relative error of the factor.
@@ -157,7 +157,7 @@ def _known(factor: float) -> str:
 
 
 def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves) -> str:
-    """The same vector added everywhere: a bias that one side lacks, or has twice."""
+    """The same vector added everywhere: a bias that one side lacks or adds twice."""
     if torch.ndim < 2:
         return ""
     with np.errstate(invalid="ignore"):
@@ -169,7 +169,7 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
         return ""
     for name, value in parameters.items():
         if value.shape == mean.shape:
-            # The mean over all positions is that much nearer than one value.
+            # The mean over all positions is more precise than one value by this factor.
             scale = 1e-5 * float(np.linalg.norm(value)) + floor
             for sign, words in ((-1, "JAX does not add"), (1, "JAX adds twice")):
                 if float(np.linalg.norm(mean - sign * value)) <= scale:
@@ -180,7 +180,7 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
 def statistics_cause(
     torch_before: np.ndarray, jax_before: np.ndarray, torch: np.ndarray, jax: np.ndarray, floor: float
 ) -> str:
-    """Why two running statistics that began alike differ after a forward; empty where nothing known explains it."""
+    """Why two running statistics that started equal differ after a forward; empty if no known cause explains it."""
     if not fits(torch_before, jax_before, floor):
         return ""
     start = torch_before.astype(np.float64).ravel()
@@ -188,7 +188,7 @@ def statistics_cause(
     moved, other = ours - start, theirs - start
     square = float(moved @ moved)
     factor = float(moved @ other) / square if square > 0 else 0.0
-    # Else the two are one statistic and something else differs.
+    # Otherwise the two are the same statistic, and something else differs.
     if factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
         return f"JAX's moves {factor:.6g} times as far in a step as torch's: momentum a in torch is 1 - a in flax"
     # torch - r = a (n / (n - 1) v - r) and JAX - r = a (v - r), so (n - 1) (torch - JAX) = JAX - (1 - a) r.
@@ -196,13 +196,13 @@ def statistics_cause(
     (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)
     if rank < 2 or start.size < 3 or not fits(known @ np.array([part, kept]), ours - theirs, floor):
         return ""
-    # The least squares know nothing of whole numbers: a count near one is what makes the formula
-    # the cause.
+    # Least squares do not know that the count is a whole number: a count near one is the evidence
+    # for the formula.
     count = 1 / part + 1 if part > 0 else 0.0
     if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
         return ""
     return (
         f"torch keeps the unbiased variance, {round(count)} / {round(count) - 1} times the batch's, and flax the "
-        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this "
+        "biased one; this is the libraries' convention, not a fault of the port: compare in eval mode, or list this "
         "buffer under drop"
     )

@@ -1,4 +1,4 @@
-"""Formulas that modules usually compute, in float64 NumPy: what a difference is tried against."""
+"""Formulas that modules usually compute, in float64 NumPy, to explain differences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LARGEST = 1 << 22
-"""Elements above which nothing is tried: the catalogue costs hundreds of passes, each of 32 MB then."""
+"""Elements above which nothing is tried: the catalogue costs hundreds of passes, of 32 MB each at this size."""
 NEAR = 1e-6
-"""The floor of what modules inside are given, relative: constants in float32 leave less."""
+"""Relative floor of the inputs of inner modules: float32 constants leave less."""
 EPSILONS = (0.0, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def norms(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms over the last axis, by every usual epsilon: RMS or layer norm, epsilon inside or outside of the root."""
+    """Norms over the last axis with every usual epsilon: RMS or layer norm, epsilon inside or outside the root."""
     rms = np.mean(x * x, -1, keepdims=True)
     mean = np.mean(x, -1, keepdims=True)
     variance = np.mean((x - mean) ** 2, -1, keepdims=True)
@@ -94,7 +94,7 @@ def rearranged(x: np.ndarray, heads: int | None = None) -> Iterator[tuple[str, n
 
 
 def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
-    """Orders that ports mix up, with words for each: an array of all positions, to be read row by row."""
+    """Orders that ports mix up, each with words: an array of all positions, to be read row by row."""
     every = np.arange(size)
     yield "reversed {}", every[::-1]
     yield "shifted by one {}", np.roll(every, 1)
@@ -122,16 +122,16 @@ def _divisors(size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AttentionFormula:
-    """A formula of attention; each field can be right on one side and another one on the other.
+    """A formula of attention; either side can be right in one field and differ in another.
 
-    ``rotary``: "none", "half" (element j turns with j + n / 2) or "interleaved" (2 j with 2 j + 1). ``angles``: its
-    base, or the name of a table. ``share``: of a head's elements that turn, with a base. ``later``: positions that keys
-    are ahead. ``turned``: "both", "queries" or "keys". ``direction``: 1 or -1. ``scale``, ``cap``: of scores. ``mask``:
-    "none", "causal", "next" (sees one token more), "strict" (not the token itself), or the name of a mask. ``window``:
-    tokens that a causal query sees, 0 for all. ``softmax``: over "keys", "queries" or "heads". ``groups``: which query
-    heads share a key head: "repeated" are neighbours, "tiled" every n-th one, "by key head" those in another order of
-    outputs. ``split``, ``joined``: heads of features, "heads" before elements or the other way round; of ``joined``,
-    also "positions" (heads before positions). ``roles``: which projections the query, the key and the value are.
+    ``rotary``: "none", "half" (element j turns with j + n / 2) or "interleaved" (2 j with 2 j + 1). ``angles``: the
+    base of the angles, or the name of a table. ``share``: the share of a head's elements that turn, with a base.
+    ``later``: positions that keys are ahead. ``turned``: "both", "queries" or "keys". ``direction``: 1 or -1.
+    ``scale``, ``cap``: of scores. ``mask``: "none", "causal", "next" (sees one token more), "strict" (not the token
+    itself), or the name of a mask. ``window``: tokens that a causal query sees, 0 for all. ``softmax``: over "keys",
+    "queries" or "heads". ``groups``: which query heads share a key head: "repeated" neighbours, "tiled" every n-th
+    one, "by key head" tiled, with outputs in key-head order. ``split``, ``joined``: "heads" before elements or the
+    reverse; ``joined`` also "positions" (heads before positions). ``roles``: which projections are query, key, value.
     """
 
     rotary: str
@@ -153,10 +153,10 @@ class AttentionFormula:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one side mixes: float64 ``query [B, T, H, d]``, ``key`` and ``value [B, S, K, d]``, K a divisor of H.
+    """The inputs of one side's mixing: float64 ``query [B, T, H, d]``, ``key`` and ``value [B, S, K, d]``, K divides H.
 
-    ``mixed [B, T, H * d]``: what it makes of them. ``tables``: cosines and sines ``[B or 1, T, n]``, by name, of which
-    each turns two elements. ``masks``: ``[B or 1, H or 1, T, S]``, true for what is seen, or added to the scores.
+    ``mixed [B, T, H * d]``: the side's result. ``tables``: cosines and sines ``[B or 1, T, n]``, by name; each angle
+    turns two elements. ``masks``: ``[B or 1, H or 1, T, S]``, true for visible keys, or added to the scores.
     """
 
     query: np.ndarray
@@ -170,14 +170,14 @@ class AttentionInputs:
 def attention(
     formula: AttentionFormula, inputs: AttentionInputs, rows: slice = slice(None), queries: int | None = None
 ) -> np.ndarray | None:
-    """``[B, T, H * d]`` for these rows and the first queries; None where the formula does not go with the inputs."""
+    """``[B, T, H * d]`` for these rows and the first queries; None if the formula does not apply to the inputs."""
     parts = {"q": inputs.query, "k": inputs.key, "v": inputs.value}
     q, k, v = (_split(parts[role][rows], formula.split) for role in formula.roles)
     if k.shape != v.shape or q.shape[2] % k.shape[2]:
         return None
     if queries is not None and formula.softmax != "queries" and formula.joined != "positions":
         q = q[:, :queries]
-        # A query that sees nothing takes the mean of all.
+        # A query that sees no key takes the mean of all values.
         if formula.mask in ("causal", "next") and formula.softmax == "keys":
             k, v = k[:, : queries + 1], v[:, : queries + 1]
     turned_q, turned_k = (
@@ -193,8 +193,8 @@ def attention(
     seen = _mask(formula, inputs, rows, *scores.shape[2:])
     if seen is None:
         return None
-    # Not -inf: a row that sees nothing would be NaN, and is a mean of all in both frameworks'
-    # masks.
+    # Not -inf: a row that sees no key would be NaN. With both frameworks' masks it is a mean of
+    # all values.
     scores = np.where(seen, scores, -1e30) if seen.dtype == bool else scores + seen
     axis = {"heads": 1, "queries": 2, "keys": 3}[formula.softmax]
     weights = np.exp(scores - scores.max(axis, keepdims=True))
@@ -212,7 +212,7 @@ def _split(x: np.ndarray, order: str) -> np.ndarray:
 
 
 def _groups(sharing: str, heads: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
-    """By output head: which query head it is of, and which key head."""
+    """For each output head, its query head and its key head."""
     every = np.arange(heads)
     if sharing == "tiled":
         return every, every % shared
@@ -274,17 +274,17 @@ def _mask(
 
 
 MASKS = {"none": -math.inf, "causal": 0, "next": -1, "strict": 1}
-"""Least distance from a query back to a key that it sees."""
+"""Minimum distance from a query back to a key that it sees."""
 
 
 def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
-    """The base of tables ``[T, n]`` that begin at any position; None where they have no single one."""
+    """The base of tables ``[T, n]`` that begin at any position; None if the tables have no single base."""
     if min(cos.shape) < 2:
         return None
     angles = np.arctan2(sin, cos)
     steps = (angles[1] - angles[0]) % (2 * math.pi)
     turns = cos.shape[1]
-    # The first pair turns by one radian a position, whatever the base.
+    # The first pair turns by one radian per position, whatever the base.
     if not steps[-1] > 0 or abs(steps[0] - 1) > 1e-4:
         return None
     base = float(steps[-1] ** (-turns / (turns - 1)))
@@ -292,8 +292,8 @@ def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
     if not math.isfinite(base) or float(np.max(np.abs(steps / expected - 1))) > 1e-4:
         return None
     return next(
-        # Tables in float32 do not hold the base to its last digits: the roundest number near it is
-        # the one that was meant.
+        # float32 tables do not hold the last digits of the base: the roundest number near it is the
+        # base that was meant.
         rounded
         for digits in range(1, 9)
         if abs((rounded := float(f"{base:.{digits}g}")) / base - 1) < 1e-4

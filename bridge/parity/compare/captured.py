@@ -1,8 +1,8 @@
-"""The two sides of a comparison at two times: each is captured where it runs, and the traces are compared anywhere.
+"""The two sides of a comparison at two times: capture each where it runs, and compare the traces anywhere.
 
 capture_torch(model, tokens, "torch.trace", loss="next_token")      # on the machine with PyTorch
-capture_jax(model, tokens, "jax.trace", loss="next_token")          # on the one with JAX
-compare_traces("torch.trace", "jax.trace", mapping="llama")         # where neither is installed
+capture_jax(model, tokens, "jax.trace", loss="next_token")          # on the machine with JAX
+compare_traces("torch.trace", "jax.trace", mapping="llama")         # on any machine, without either
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def capture_torch(
 ) -> None:
     """Write the trace of a torch model to the new directory ``path``. Arguments as in ``parity``.
 
-    Without a loss the model's outputs are multiplied by numbers that depend on their order and shapes, so outputs that
-    are ordered or laid out differently on the JAX side need a loss of one's own.
+    Without a loss, the model's outputs are multiplied by numbers that depend on their order and shapes. If the JAX side
+    orders or lays out its outputs differently, pass your own loss.
 
     Args:
-        samples: keep only some rows and tokens of activations and their gradients: how many, by the size of the axis,
-            such as ``{8: 2, 512: 16}``. Give the same to both captures. Default: everything is kept.
-        reference: of a sharded model, the same model in float64, sharded alike.
+        samples: keep only some rows and tokens of activations and their gradients: the number to keep, by the size of
+            the axis, such as ``{8: 2, 512: 16}``. Pass the same to both captures. Default: everything is kept.
+        reference: for a sharded model, the same model in float64, sharded in the same way.
 
-    A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
-    ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
+    A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs unchanged on all
+    ranks of the process group: call this function on all ranks, with each rank's own batch. See ``capture_sharded``.
     """
     from bridge.parity.torch.run_in_dtype import has_shards
 
@@ -68,7 +68,7 @@ def capture_torch(
         return
     if reference is not None:
         raise ValueError(
-            "reference: expected none for a model that is not sharded, which is copied in float64"
+            "reference: expected none for a model that is not sharded, since a float64 copy of it is made"
         )
     from bridge.parity.torch.side import TorchSide
 
@@ -108,23 +108,23 @@ def compare_traces(
 ) -> ParityReport:
     """Compare a trace of a torch model and one of a JAX model, in any order. Neither framework is needed.
 
-    Modules cannot run again, so a difference is "introduced" by a module whose inputs are still the same, and
-    "inherited" by all that get other inputs: after the first fault a second one is not seen. Raises ``TraceError`` for
-    what is no trace, or was damaged, and for traces that do not belong together.
+    Modules cannot run again. So a module whose inputs are still the same "introduces" its difference, and modules that
+    get different inputs "inherit" theirs: after the first fault, a second one is not visible. Raises ``TraceError`` for
+    a path that is no trace, for a damaged trace, and for traces that do not belong together.
     """
     sides = {side.framework: side for side in (TraceSide.read(first), TraceSide.read(second))}
     if set(sides) != {"torch", "jax"}:
         raise TraceError(
             f"{first}, {second}: expected a trace of a torch model and one of a JAX model, got two of "
-            f"{', '.join(sides)}: compare checkpoints by `twinshard diff`, trainings by `twinshard curves`"
+            f"{', '.join(sides)}: compare checkpoints with `twinshard diff`, trainings with `twinshard curves`"
         )
     if mapping is None:
         raise ValueError("two traces: expected --mapping, which relates their parameters, got none")
     torch, jax = sides["torch"], sides["jax"]
     if torch.dtype != jax.dtype or torch.steps != jax.steps:
         raise TraceError(
-            f"{torch.path}, {jax.path}: expected traces of one compute dtype and as many steps, got {torch.dtype} and "
-            f"{jax.dtype}, {torch.steps} and {jax.steps}"
+            f"{torch.path}, {jax.path}: expected traces with the same compute dtype and number of steps, got "
+            f"{torch.dtype} and {jax.dtype}, {torch.steps} and {jax.steps}"
         )
     if torch.samples != jax.samples:
         raise TraceError(
@@ -150,19 +150,19 @@ def _sizes(side: TraceSide) -> str:
 def _notes(torch: TraceSide, jax: TraceSide) -> Iterator[str]:
     if torch.samples:
         yield (
-            f"compared from samples of activations ({_sizes(torch)} positions of an axis): a difference in the others "
-            "shows only in the loss and the gradients of parameters, which are whole"
+            f"compared from samples of activations ({_sizes(torch)} positions of an axis): a difference at other "
+            "positions shows only in the loss and in the gradients of parameters, which are whole"
         )
     if not torch.has_float64:
         yield (
-            f"torch ran in {torch.dtype} only: differences below its rounding do not show, and what rounding explains "
-            "is taken from the JAX side"
+            f"torch ran in {torch.dtype} only: differences below its rounding do not show, and the floor comes from "
+            "the JAX side alone"
         )
     yield from (*torch.notes, *jax.notes)
 
 
 def _check_batches(torch: TraceSide, jax: TraceSide) -> None:
-    """Raise ``TraceError`` where arrays of one name, or the only ones, have other shapes or values."""
+    """Raise ``TraceError`` if arrays of one name, or the only arrays, differ in shape or values."""
     ours, theirs = torch.batch(), jax.batch()
     if len(ours) == len(theirs) == 1:
         theirs = dict(zip(ours, theirs.values(), strict=True))
@@ -174,9 +174,9 @@ def _check_batches(torch: TraceSide, jax: TraceSide) -> None:
             what = (
                 f"shapes {torch_array.shape} and {jax_array.shape}"
                 if torch_array.shape != jax_array.shape
-                else "other values"
+                else "different values"
             )
             raise TraceError(
                 f"{torch.path}, {jax.path}: expected traces of one batch, got {what} in {name or 'its array'}; capture "
-                "both with the same arrays"
+                "both sides with the same arrays"
             )

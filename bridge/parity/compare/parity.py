@@ -1,4 +1,4 @@
-"""``parity``: bring a PyTorch model and a JAX model, and be told where they first part."""
+"""``parity``: compare a PyTorch model and a JAX model, and find where they first diverge."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def parity(
     """Compare weights, modules, loss, gradients, updates and ``steps`` of training of two models.
 
     Args:
-        torch_model: an ``nn.Module``, in the mode (train or eval) in which it is to be compared; or a ``Side``.
+        torch_model: an ``nn.Module``, in the mode (train or eval) to compare; or a ``Side``.
         jax_model: an nnx module; ``(linen module, variables)``; ``(function, pytree of parameters)``; or a ``Side``.
         batch: NumPy arrays. An array is given as ``model(x)``, a tuple as ``model(*x)``, a dict as ``model(**x)``;
             with ``loss="next_token"`` it is int tokens ``[B, T + 1]``.
-        mapping: which parameters are which: a shipped family, a TOML file or a table.
+        mapping: which parameters correspond: a shipped family, a TOML file or a table.
         loss: ``"next_token"``; None for a fixed random projection of the outputs; or a pair of functions
             ``(model, batch) -> scalar``, torch's and JAX's.
-        axes: sizes that shapes leave open, as ``--axis`` gives them. A torch model with a ``config`` needs none.
-        pairs: partners among modules that own no parameters, JAX paths by torch paths.
+        axes: sizes that shapes do not determine, as ``--axis`` gives them. A torch model with a ``config`` needs none.
+        pairs: partners among modules that own no parameters: JAX paths by torch paths.
         dtype: the compute dtype under test. Reference runs are in float64.
-        scale: factor for all parameters of two and more axes, during the comparison only. Weights near their
-            initialization make attention almost uniform, and hide mistakes in it.
+        scale: factor for all parameters with two or more axes, during the comparison only. Weights near their
+            initialization make attention almost uniform, which hides mistakes in it.
         weights: "torch" copies torch's weights into the JAX model for the comparison, "jax" the other way round;
-            "own" compares the models as they are.
-        config: a configuration with ``to_dict()`` that gives the axes; default ``torch_model.config``, if there is one.
-        self_test: also plant typical faults in copies of the torch model, and say which of them this batch shows.
+            "own" compares the models with their own weights.
+        config: a configuration with ``to_dict()`` that gives the axes; default ``torch_model.config``, if it exists.
+        self_test: also plant typical faults in copies of the torch model, and report which faults this batch shows.
         progress: called with the name of each stage; by default tqdm shows it in a notebook and on a terminal, and
             False shows nothing.
         torch_optimizer, jax_optimizer: see ``TorchSide`` and ``JaxSide``; AdamW by default, in both.
 
-    Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``TypeError`` for what is no
+    Neither model is changed. Raises ``MappingError`` if the mapping does not fit, ``TypeError`` if an argument is not a
     model, ``ValueError`` for anything else that cannot be compared.
     """
     dtype = checked_dtype(dtype, steps)
@@ -95,7 +95,7 @@ def parity(
 
 
 def _self_test(torch: Side, batch: Any, dtype: str) -> tuple[Revealed, ...]:
-    # Here, not at the top: traces are compared where torch is not installed.
+    # Imported here, not at the top: traces are also compared where torch is not installed.
     from bridge.parity.torch.self_test import plant_faults
 
     return tuple(plant_faults(torch, batch, dtype))
@@ -105,7 +105,7 @@ def _self_test(torch: Side, batch: Any, dtype: str) -> tuple[Revealed, ...]:
 def _weights_for(
     torch: Side, jax: Side, relation: WeightMap, weights: str, scale: float | None
 ) -> Iterator[None]:
-    """The weights of the comparison, and the models' own ones again after it."""
+    """Set the weights of the comparison, and restore the models' own weights after it."""
     if weights not in ("own", "torch", "jax"):
         raise ValueError(f"weights: expected own, torch or jax, got {weights!r}")
     matrices = {name for name, leaf in torch.weights().items() if leaf.ndim > 1}
@@ -116,7 +116,7 @@ def _weights_for(
         elif weights == "jax":
             torch.load({**ours, **_cast(relation.to_torch(theirs), ours)})
         if scale is not None:
-            # What is a buffer on one side is no matrix that training could enlarge.
+            # A buffer on one side is not a matrix that training could enlarge.
             twins = {name: own for name, own in relation.sources.items() if name not in relation.jax_buffers}
             matrices -= {n for name in relation.jax_buffers for n in relation.sources.get(name, ())}
             torch.load(_scaled(torch.weights(), scale, matrices))
@@ -146,10 +146,10 @@ def _scaled(leaves: Leaves, scale: float, names: set[str]) -> dict[str, np.ndarr
 def sides_of(
     torch_model: Any, jax_model: Any, loss: Any = None, torch_optimizer: Any = None, jax_optimizer: Any = None
 ) -> tuple[Side, Side]:
-    """Both models as sides; what is one already stays as it is."""
+    """Both models as sides; a model that already is a side is returned unchanged."""
     torch_loss, jax_loss = loss if isinstance(loss, tuple | list) else (loss, loss)
     torch, jax = torch_model, jax_model
-    # Each framework is imported only where a model of its own is given.
+    # A framework is imported only if one of its models is given.
     if not _is_side(torch_model):
         from bridge.parity.torch.side import TorchSide
 
@@ -188,9 +188,9 @@ def _versions() -> dict[str, str]:
 
 
 def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Numbers for both models' output leaves, by the leaves' places.
+    """Numbers for both models' output leaves, by the places of the leaves.
 
-    Raises ``ValueError`` where no floating output of the one fits one of the other.
+    Raises ``ValueError`` if no floating output of one model fits one of the other.
     """
     ours, theirs = (side.record(batch, "float64", backward=False).calls[0].outputs for side in (torch, jax))
     first: dict[str, np.ndarray] = {}
@@ -204,7 +204,7 @@ def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.nda
             {name or "output": leaf.shape for name, leaf in outputs.items()} for outputs in (ours, theirs)
         ]
         raise ValueError(
-            f"loss: expected a floating output of the torch model, {shapes[0]}, that fits one of the JAX model, "
+            f"loss: expected a floating output of the torch model, {shapes[0]}, that fits an output of the JAX model, "
             f"{shapes[1]}; give a loss"
         )
     return first, second

@@ -1,4 +1,4 @@
-"""What a run file asks for, done: both models built, weights read, compared, the report written."""
+"""Runs a run file: builds both models, reads weights, compares, and writes the report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare_run_file(run: RunFile, progress: Follow = None) -> ParityReport:
                 weights, kept = stored_weights(source.checkpoint, table, side)
                 side.load(weights)
                 if kept:
-                    notes.append(f"{source.checkpoint}: no values for buffers, which stay: {first_of(kept)}")
+                    notes.append(f"{source.checkpoint}: buffers without values, unchanged: {first_of(kept)}")
         options: dict[str, Any] = {"weights": run.weights, "dtype": run.dtype, "steps": run.steps}
         report = parity(
             *sides,
@@ -74,8 +74,8 @@ def stored_weights(
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """The weights and buffers of a model, read from a checkpoint of any format in any convention of the mapping.
 
-    With them the names of buffers that the checkpoint lacks. Raises ``CheckpointError`` (``MappingError``) where it
-    lacks parameters.
+    Also returns the names of buffers that the checkpoint lacks. Raises ``CheckpointError`` (``MappingError``) if the
+    checkpoint lacks parameters.
     """
     parameters, buffers = side.weights(), side.buffers()
     model, separator, where = {**parameters, **buffers}, side.separator, f"the {side.framework} model"
@@ -94,7 +94,7 @@ def stored_weights(
             }
         loaded = {names[info.name]: values[w] for w, info in own.weights.items() if w in values}
         for name in buffers.keys() - loaded.keys() if same else ():
-            # Buffers that the mapping does not know, or that lie beside the root of the weights, as batch_stats do.
+            # Buffers that the mapping does not know, or that are next to the root of the weights, as batch_stats are.
             ends = [
                 info.name
                 for other, info in stored.others.items()

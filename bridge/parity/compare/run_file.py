@@ -1,12 +1,12 @@
 """A comparison as a TOML file, for ``twinshard parity RUN.toml``.
 
-    mapping = "llama"                       # a family, or a TOML file beside this one; or its content as [mapping]
+    mapping = "llama"                       # a family, or a TOML file next to this one; or its content as [mapping]
     loss = "next_token"                     # or [loss] with torch and jax: "package.module:function"; or left out
     dtype = "float32"                       # the compute dtype under test
     steps = 3                               # of training
     scale = 4                               # enlarge all matrices during the comparison
-    weights = "torch"                       # copy torch's weights into the JAX model; "own": as they are
-    self_test = true                        # say which typical faults this batch would show
+    weights = "torch"                       # copy torch's weights into the JAX model; "own": use each model's weights
+    self_test = true                        # report which typical faults this batch would show
 
     [torch]
     model = "mypackage.torch_gpt:build"     # a function that returns the model; its arguments in [torch.arguments]
@@ -15,18 +15,18 @@
     model = "mypackage.flax_gpt:build"
 
     [batch]
-    tokens = [2, 33]                        # random ones; vocabulary and seed with it
+    tokens = [2, 33]                        # random tokens; needs vocabulary and seed
     vocabulary = 64
     seed = 0
     # file = "batch.npz"                    # or arrays by name: model(**arrays); an array named "arr_0" alone: model(x)
 
-    [axes]                                  # sizes that shapes leave open
+    [axes]                                  # sizes that shapes do not determine
     [[pair]]                                # partners among modules without parameters
     torch = "model.rotary_emb"
     jax = "rotary"
 
-Python paths are looked up in the folder of the file and in the working directory, too. Relative files are beside the
-run file.
+Python paths are also looked up in the folder of the file and in the working directory. Relative file paths start at
+the folder of the run file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _KEYS = {
 
 
 class RunFileError(Exception):
-    """A run file that cannot be used: the message says which key, and what was expected."""
+    """A run file that cannot be used: the message names the key and what was expected."""
 
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
@@ -62,7 +62,7 @@ _EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where one model comes from. ``arguments``: of the function ``model``."""
+    """Where one model comes from. ``arguments``: for the function ``model``."""
 
     model: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class RunFile:
 
     @contextmanager
     def importing(self) -> Iterator[None]:
-        """The folder of the file and the working directory are on Python's path inside."""
+        """Inside, the folder of the file and the working directory are on Python's path."""
         added = [str(self.folder), os.getcwd()]
         sys.path[:0] = added
         try:
@@ -129,7 +129,7 @@ class RunFile:
                 sys.path.remove(folder)
 
     def build(self, side: str) -> Any:
-        """The model of side "torch" or "jax", made by its function."""
+        """The model of side "torch" or "jax", built by its function."""
         source: ModelSource = getattr(self, side)
         maker = resolve(source.model, f"[{side}] model")
         try:
@@ -153,7 +153,7 @@ class RunFile:
         batch = dict(self.batch)
         if "file" in batch:
             if set(batch) != {"file"}:
-                raise RunFileError(f"[batch]: expected file alone, got {', '.join(sorted(batch))}")
+                raise RunFileError(f"[batch]: expected only file, got {', '.join(sorted(batch))}")
             return _arrays_of(self.folder / str(batch["file"]))
         shape, seed = batch.get("tokens"), batch.get("seed", 0)
         sizes = [*shape, batch.get("vocabulary")] if isinstance(shape, list) and shape else [None]
@@ -170,7 +170,7 @@ class RunFile:
 
 
 def resolve(path: str, where: str) -> Callable[..., Any]:
-    """What ``package.module:name`` names. Raises ``RunFileError``."""
+    """The object that ``package.module:name`` names. Raises ``RunFileError``."""
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise RunFileError(f'{where}: expected "package.module:function", got {path!r}')

@@ -1,12 +1,12 @@
-"""The band of seeds: how far the means of two groups of runs may lie apart if they are one experiment.
+"""The band of seeds: how far apart the means of two groups of runs may be if they are one experiment.
 
-Every run's curve is smoothed first by a running median over ``window`` steps, which leaves a jump where it is and
-forgets single stray points. At each step the difference of the two means is divided by its standard error, from the
-spread among the repeats of each side. A departure is a stretch of ``window`` or more steps that all lie beyond a
-critical value, on one side. That value keeps the probability of any false departure in the whole curve below ``alpha``:
+First, every run's curve is smoothed by a running median over ``window`` steps, which keeps a jump in its place and
+removes single stray points. At each step the difference of the two means is divided by its standard error, from the
+spread among the repeats of each side. A departure is a stretch of ``window`` or more steps that are all beyond a
+critical value, on one side. This value keeps the chance of any false departure in the whole curve below ``alpha``:
 
 - with enough repeats (4 + 4 and more for ``alpha = 0.05``), from all ways to deal the labels A and B to the runs: the
-  largest stretch that each of them gives. It holds for any noise.
+  largest stretch that each labeling gives. This holds for any noise.
 - with fewer, from Student's t for normal noise. A stretch of ``window`` steps holds exactly one step whose number is
   ``window - 1`` modulo ``window``, so only these steps count as tests (Bonferroni), however correlated the steps are.
 """
@@ -21,14 +21,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 SPREAD_WINDOWS = 4
-"""The spread at a step is pooled over so many windows: few repeats
-alone make the spread itself noise."""
+"""The spread at a step is pooled over this many windows: with few repeats
+alone, the spread itself is noise."""
 
 PARTS = 3
-"""The noise's correlation is estimated in so many parts of the curve."""
+"""The correlation of the noise is estimated in this many parts of the curve."""
 
 MOST_RELABELINGS = 1000
-"""8 + 8 runs have 6,435 labelings; a thousand make an error of 0.7 % in an ``alpha`` of 5 %."""
+"""8 + 8 runs have 6,435 labelings; a thousand give an error of 0.7 % in an ``alpha`` of 5 %."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,9 @@ class Band:
     """Arrays are float64 ``[steps]``.
 
     ``mean_a``, ``mean_b``: of the smoothed runs. ``spread``: standard deviation of one smoothed run. ``half``: how far
-    the means may lie apart. ``ratio``: the means' difference, B less A, in standard errors; beyond the band it is
-    larger than ``critical`` or smaller than ``-critical``. ``method``: "permutation" of ``tests`` labelings, or "t"
-    with ``tests`` of them and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most
+    apart the means may be. ``ratio``: the difference of the means, B minus A, in standard errors; beyond the band it is
+    larger than ``critical`` or smaller than ``-critical``. ``method``: "permutation" with ``tests`` labelings, or "t"
+    with ``tests`` tests and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most
     extreme one, if A and B are one experiment.
     """
 
@@ -103,7 +103,7 @@ def _window_starts(steps: int, window: int) -> np.ndarray:
 def _parts(
     runs: np.ndarray, group: tuple[int, ...], length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For ``group`` and the other runs: the difference of means, the pooled deviation of a run, each run's own."""
+    """For ``group`` and the other runs: the difference of means, the pooled deviation of a run, and of each run."""
     chosen = np.zeros(len(runs), bool)
     chosen[list(group)] = True
     first, second = runs[chosen], runs[~chosen]
@@ -114,9 +114,9 @@ def _parts(
 
 
 def _window_sums(values: np.ndarray, length: int) -> np.ndarray:
-    """Sums of ``length`` values in a row, ``[n - length + 1]``.
+    """Sums of ``length`` consecutive values, ``[n - length + 1]``.
 
-    Put together from sums of 1, 2, 4, ... values: differences of running sums would lose a small spread behind a large
+    Composed of sums of 1, 2, 4, ... values: differences of running sums would lose a small spread behind a large
     one.
     """
     total = np.zeros(len(values) - length + 1)
@@ -131,10 +131,10 @@ def _window_sums(values: np.ndarray, length: int) -> np.ndarray:
 
 
 def _independent(residuals: np.ndarray, spread: np.ndarray, length: int) -> float:
-    """How many independent values the variance of ``length`` correlated steps is worth, at least 1 (Bartlett)."""
+    """How many independent values give the variance of ``length`` correlated steps, at least 1 (Bartlett)."""
     noise = np.divide(residuals, spread, out=np.zeros_like(residuals), where=spread > 0)
     steps = noise.shape[1]
-    # Noise that is independent early and persistent late is held to be persistent.
+    # Noise that is independent early and persistent late counts as persistent.
     parts = np.array_split(noise, PARTS, axis=1) if steps >= PARTS * length else [noise]
     return min(_independent_in(part, length) for part in parts)
 
@@ -153,23 +153,23 @@ def _independent_in(noise: np.ndarray, length: int) -> float:
 
 
 def _ratio(difference: np.ndarray, error: np.ndarray) -> np.ndarray:
-    # Repeats that are equal to the bit have no spread, and any difference is infinitely many of them.
+    # Repeats that are equal bit for bit have no spread, so any difference is infinite in standard errors.
     without = np.where(difference == 0, 0.0, np.copysign(np.inf, difference))
     return np.divide(difference, error, out=without, where=error > 0)
 
 
 def _longest(ratio: np.ndarray, window: int) -> float:
-    """The largest value that ``window`` steps in a row all reach, on one side."""
+    """The largest value that ``window`` consecutive steps all reach on the same side."""
     return float(max(sliding_window_view(side, window).min(1).max() for side in (ratio, -ratio)))
 
 
 def _labelings(runs: int, count: int) -> list[tuple[int, ...]]:
-    """Groups that could have been A, the own one first; of many, a sample that is the same every time."""
+    """Groups that could have been A, the actual one first; if there are many, a fixed sample of them."""
     mirrored = 2 * count == runs
     number = math.comb(runs, count) // (2 if mirrored else 1)
     if number <= MOST_RELABELINGS:
         groups = itertools.combinations(range(runs), count)
-        # Equal groups give the same statistic when A and B are exchanged; one of each pair holds run 0.
+        # Equal groups give the same statistic when A and B are exchanged; one group of each pair contains run 0.
         return [group for group in groups if not mirrored or group[0] == 0]
     # Seeded: the same runs have the same verdict every time.
     random = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def _beta_ratio(a: float, b: float, x: float) -> float:
     """The regularized incomplete beta function ``I_x(a, b)``."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
-    # The continued fraction converges fast on this side of the mean only.
+    # The continued fraction converges fast only on this side of the mean.
     if x > (a + 1) / (a + b + 2):
         return 1 - _beta_ratio(b, a, 1 - x)
     front = math.exp(

@@ -20,7 +20,7 @@ _LINES = {"A": "-", "B": "--"}
 def curves_figure(
     curves: Curves, departures: Sequence[Departure], noise: Noise | None, *, title: str, metric: str
 ) -> Figure:
-    """Two panels over the step axis: the curves, and B's relative difference from A with the band it may move in."""
+    """Two panels over the step axis: the curves, and B's relative difference from A with the band that allows it."""
     steps = curves.steps
     figure = Figure(figsize=(9, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
@@ -66,7 +66,7 @@ def save_picture(
     title: str,
     metric: str,
 ) -> None:
-    """Write ``curves_figure`` in the format of the path's suffix. ``MetricsError`` for one that matplotlib lacks."""
+    """Write ``curves_figure`` in the format of the path's suffix. ``MetricsError`` if matplotlib lacks the format."""
     figure = curves_figure(curves, departures, noise, title=title, metric=metric)
     known = FigureCanvasAgg(figure).get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:

@@ -1,4 +1,4 @@
-"""Two groups of runs, compared: the steps they share, what is not finite, and the band of seeds or the tolerance."""
+"""Two groups of runs, compared: common steps, values that are not finite, and the band of seeds or the tolerance."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def compare_runs(
 ) -> CurvesReport:
     """Are the runs ``a`` and the runs ``b`` the same experiment?
 
-    Each is a list of metrics files (``read_metrics``), one a run. Compared are the steps that all runs have. A NaN or
-    an infinity on one side only is a departure; steps at which both sides have one are left out.
+    Each is a list of metrics files (``read_metrics``), one per run. The steps that all runs have are compared. A NaN or
+    an infinity on only one side is a departure; steps where both sides have one are left out.
 
-    With three runs or more in all, the runs of a side must be repeats that differ in their seeds. From them the band of
-    seeds is estimated (``bridge.parity.curves.band``): runs of one experiment leave it, anywhere on the curve, with
+    With three or more runs in all, the runs of a side must be repeats that differ in their seeds. They give the band of
+    seeds (``bridge.parity.curves.band``): runs of one experiment leave the band, anywhere on the curve, with
     probability ``alpha`` at most. ``window`` (odd; by default a twentieth of the curve, 5 to 51) is the number of
-    compared steps that curves are smoothed over and that a departure must last; its first step is right to about half
-    a window. Relative differences of ``rtol`` or less are never beyond.
+    compared steps over which curves are smoothed and which a departure must last; the first step of a departure is
+    right to about half a window. Relative differences of ``rtol`` or less never count.
 
-    With one run on each side nothing is known of noise: every step that differs by more than ``rtol``, relative to A,
-    is beyond.
+    With one run on each side the noise is unknown: every step that differs by more than ``rtol``, relative to A, is a
+    departure.
 
-    Raises ``MetricsError`` for files that cannot be read, that lack ``metric`` (and names those that exist) or share no
-    step, and for arguments out of range; ``OSError`` for files that cannot be opened.
+    Raises ``MetricsError`` for files that cannot be read, that lack ``metric`` (the error names the existing metrics)
+    or share no step, and for arguments out of range; ``OSError`` for files that cannot be opened.
     """
     if isinstance(a, str | os.PathLike) or isinstance(b, str | os.PathLike):
         raise MetricsError(
@@ -64,7 +64,7 @@ def compare_series(
     window: int | None = None,
     rtol: float = 0.0,
 ) -> CurvesReport:
-    """``compare_runs`` for runs in memory, each with the name that it has in the report."""
+    """``compare_runs`` for runs in memory, each with its name in the report."""
     _check_arguments(a, b, alpha, window, rtol)
     names, series = [name for name, _ in (*a, *b)], [run for _, run in (*a, *b)]
     steps = reduce(np.intersect1d, [run.steps for run in series])
@@ -197,11 +197,11 @@ def _ranges(names: Sequence[str], series: Sequence[Series]) -> str:
 
 
 def _equal_runs(names: Sequence[str], values: np.ndarray) -> list[str]:
-    """Which repeats tell nothing of seeds. Two single runs may well be equal."""
+    """Repeats that are equal and so say nothing about seeds. Two single runs may be equal."""
     if len(names) == 2:
         return []
     return [
-        f"{names[k]} and {names[n]} are equal to the bit: not two seeds, and so the band is too narrow"
+        f"{names[k]} and {names[n]} are equal bit for bit: not two seeds, so the band is too narrow"
         for n in range(len(names))
         for k in range(n)
         if np.array_equal(values[k], values[n], equal_nan=True)
@@ -211,8 +211,8 @@ def _equal_runs(names: Sequence[str], values: np.ndarray) -> list[str]:
 def _notes(names: Sequence[str], series: Sequence[Series], common: int) -> list[str]:
     """Which runs have steps that others lack."""
     return [
-        f"{name}: {len(run) - common} of its {len(run)} steps (the last one {run.steps[-1]}) left out, as other runs "
-        "lack them"
+        f"{name}: {len(run) - common} of its {len(run)} steps (the last one {run.steps[-1]}) left out, because other "
+        "runs lack them"
         for name, run in zip(names, series, strict=True)
         if len(run) > common
     ]

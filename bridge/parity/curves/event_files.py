@@ -1,7 +1,7 @@
-"""TensorBoard event files: records with checksums (TFRecord), each a protobuf message ``Event``, read without either.
+"""TensorBoard event files: records with checksums (TFRecord), each a protobuf message ``Event``, without libraries.
 
 A record is its length (uint64), the masked CRC-32C of these 8 bytes, the message, and the message's masked CRC-32C, all
-little-endian. Of the messages, only these fields matter::
+little-endian. Only these fields of the messages matter::
 
     Event    2 step (int64)   5 summary
     Summary  1 value, repeated:  1 tag   2 simple_value (float)   8 tensor
@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _MASK = 0xA282EAD8
 _TENSOR_DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
-"""By the number of a dtype: the layout of one value, and the field of values that are not in ``content``."""
+"""By the number of a dtype: the layout of one value, and the field of values outside ``content``."""
 
 
 def masked_crc(data: bytes) -> int:
@@ -43,7 +43,7 @@ def is_event_file(path: Path) -> bool:
 def read_events(path: Path, points: Collected) -> None:
     """Add all scalars of one event file to ``found``.
 
-    An incomplete last record is left out with a warning. Raises ``MetricsError`` for a wrong checksum or message.
+    An incomplete last record is skipped with a warning. Raises ``MetricsError`` for a wrong checksum or message.
     """
     with path.open("rb") as file:
         for offset, record in _records(file, path):
@@ -52,7 +52,7 @@ def read_events(path: Path, points: Collected) -> None:
             except (_MalformedError, UnicodeDecodeError, struct.error) as error:
                 raise MetricsError(
                     f"{path}, record at byte {offset}: expected a TensorBoard Event message, found one that does not "
-                    f"parse ({error}), although its checksum is right; is this a TFRecord file of something else?"
+                    f"parse ({error}), although its checksum is right; is this another kind of TFRecord file?"
                 ) from None
 
 
@@ -76,7 +76,7 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _incomplete(path: Path, offset: int) -> None:
-    warnings.warn(f"{path}: the last record, at byte {offset}, is incomplete and left out", stacklevel=5)
+    warnings.warn(f"{path}: the last record, at byte {offset}, is incomplete and was skipped", stacklevel=5)
 
 
 def _check(path: Path, offset: int, part: str, data: bytes, stored: int) -> None:
@@ -84,7 +84,7 @@ def _check(path: Path, offset: int, part: str, data: bytes, stored: int) -> None
     if computed != stored:
         raise MetricsError(
             f"{path}, record at byte {offset}: expected checksum {stored:#010x} for the record's {part}, found "
-            f"{computed:#010x}; the file is damaged from there on, or it is no TensorBoard event file"
+            f"{computed:#010x}; the file is damaged from there on, or it is not a TensorBoard event file"
         )
 
 
@@ -95,7 +95,7 @@ class _MalformedError(ValueError):
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """The number at ``at``, and the place after it."""
     value = 0
-    # Ten bytes hold 64 bits; a longer number is no number but damage.
+    # Ten bytes hold 64 bits; a longer number is damage.
     for shift in range(0, 70, 7):
         if at >= len(data):
             break
@@ -108,7 +108,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Number, value and bytes of every field; the value is 0 for fields of bytes, the bytes are those stored."""
+    """Number, value and bytes of every field; for fields of bytes the value is 0, for others the bytes are raw."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -17,23 +17,23 @@ from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Ser
 
 _EVENTS = "tfevents"
 _MAX_BYTES = 1 << 30
-"""A year of steps at one a second is below; a checkpoint given by mistake is not."""
+"""A year of steps, one per second, is below this; a checkpoint given by mistake is above."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
     """Every metric of one run, by name.
 
-    ``path`` is a file, or a directory of TensorBoard event files, which are read in the order of their names (they
-    begin with a time). Files are told apart by name (``*tfevents*``, ``.csv``, ``.tsv``, ``.jsonl``, ``.json``), others
-    by their first bytes.
+    ``path`` is a file, or a directory of TensorBoard event files, which are read in the order of their names (the names
+    begin with a time). The name decides the kind of a file (``*tfevents*``, ``.csv``, ``.tsv``, ``.jsonl``, ``.json``),
+    otherwise the first bytes.
 
     - JSON lines: objects; every number, and text such as "nan", is a value. The step is ``step``, ``global_step`` or
       ``_step``, or the number of the line, from 0, if no line has one.
     - CSV: a heading, then rows; empty cells are absent values, columns of text are left out. Steps as above.
     - Event files: scalars, as ``simple_value`` or as a tensor of float or double. They store losses in float32.
 
-    Of several values at one step the last counts. A last line or record that is incomplete, as while the run goes on,
-    is left out with a warning. Raises ``MetricsError``, with file and line or byte, for damaged files and files without
+    If a step has several values, the last counts. An incomplete last line or record, as in a run that still writes, is
+    skipped with a warning. Raises ``MetricsError``, with file and line or byte, for damaged files and files without
     any number; ``OSError`` for files that cannot be opened.
     """
     file_or_folder = Path(path)
@@ -74,13 +74,13 @@ def _is_csv(path: Path) -> bool:
     if path.suffix in (".jsonl", ".json"):
         return False
     with path.open("rb") as file:
-        # A byte order mark and blank lines come before the first brace in what Windows programs
-        # write.
+        # Files of Windows programs may have a byte order mark and blank lines before the first
+        # brace.
         return not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
 
 
 def _left_out(path: Path, line: int, what: str) -> None:
-    warnings.warn(f"{path}, line {line}: the last {what} is incomplete and left out", stacklevel=4)
+    warnings.warn(f"{path}, line {line}: the last {what} is incomplete and was skipped", stacklevel=4)
 
 
 def _text(path: Path) -> str:
@@ -88,7 +88,7 @@ def _text(path: Path) -> str:
 
 
 def _step_name(names: Sequence[str]) -> str | None:
-    """The first of ``names`` that means the step."""
+    """The first of ``names`` that is a name of the step."""
     ranked = [(STEP_NAMES.index(name.lower()), name) for name in names if name.lower() in STEP_NAMES]
     return min(ranked)[1] if ranked else None
 
@@ -152,7 +152,7 @@ def _read_csv(path: Path, points: Collected) -> None:
             f"{path}, line 1: expected a heading such as step,loss, found numbers: {first[:60]!r}"
         )
     if rows and not complete:
-        # A number that is cut still looks like one.
+        # A truncated number still looks like a number.
         _left_out(path, rows.pop()[0], "row")
     _add_rows(path, names, rows, points)
 

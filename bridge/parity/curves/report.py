@@ -59,7 +59,7 @@ class CurvesReport(Viewed):
         return {"same": self.same, "verdict": self.verdict, **fields}
 
     def table(self) -> list[tuple[str, ...]]:
-        """A heading and a dozen rows: evenly spaced steps and the first step of every departure (ten of them)."""
+        """A heading and a dozen rows: evenly spaced steps and the first step of every departure (at most ten)."""
         curves, steps = self.curves, self.curves.steps
         evenly = np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int)
         starts = np.searchsorted(steps, [departure.first for departure in self.departures[:10]])
@@ -93,8 +93,8 @@ class CurvesReport(Viewed):
         noise = self.noise
         if noise is None:
             return (
-                f"Noise was not estimated: one run a side. Largest relative difference {self.largest:.3g}, allowed "
-                f"{self.rtol:g}. Give repeats with other seeds (three a side) to learn what seeds do."
+                f"Noise was not estimated: one run on each side. Largest relative difference {self.largest:.3g}, "
+                f"allowed {self.rtol:g}. Give repeats with other seeds (three on each side) to learn what seeds do."
             )
         how = (
             f"from {noise.tests} ways to deal the labels A and B"

@@ -1,4 +1,4 @@
-"""What a metrics file holds: series of numbers by step, and the error of files that cannot be read."""
+"""The content of a metrics file: series of numbers by step, and the error for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 STEP_NAMES = ("step", "global_step", "_step")
-"""Names of the step, in any case; the first that a file has counts."""
+"""Names of the step, in any case; the first name that a file has counts."""
 
 _LARGEST = 2**63 - 1
 
 
 class MetricsError(ValueError):
-    """A metrics file that cannot be read, or runs or options that make no comparison."""
+    """A metrics file that cannot be read, or runs or options that cannot be compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Series:
 
 
 class Collected:
-    """Points in the order of the file, by metric. Of several points at one step the last counts, as after a resume."""
+    """Points in the order of the file, by metric. If a step has several points, the last counts, as after a resume."""
 
     def __init__(self) -> None:
         self._points: dict[str, dict[int, float]] = {}
@@ -49,7 +49,7 @@ def _sorted(points: Mapping[int, float]) -> Series:
 
 
 def as_step(value: object) -> int | None:
-    """``value`` as a step; None for anything but a whole number of 64 bits."""
+    """``value`` as a step; None for anything except a whole number of 64 bits."""
     number = as_number(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value if -_LARGEST <= value <= _LARGEST else None

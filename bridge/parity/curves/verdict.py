@@ -1,8 +1,8 @@
-"""What a comparison finds: departures, the noise of seeds, the growth of a difference, and the curves themselves.
+"""The findings of a comparison: departures, the noise of seeds, the growth of a difference, and the curves.
 
-Two runs of one experiment that differ in rounding only (another order of sums, another kernel) drift apart: the
+Two runs of one experiment that differ only in rounding (another order of sums, another kernel) drift apart: the
 difference starts near the rounding of a float32 and grows exponentially (a Lyapunov exponent), until it is as large as
-the noise of the loss. A difference of another cause starts larger.
+the noise of the loss. A difference with another cause starts larger.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Departure:
-    """A stretch of steps at which A and B are not the same experiment.
+    """A stretch of steps in which A and B are not the same experiment.
 
     ``kind``: "band" (beyond the band of seeds), "rtol" (single runs, beyond the tolerance) or "not finite" (a NaN or an
-    infinity on one side only). ``first``, ``last``: its steps; ``count``: how many compared steps that are. ``mean``
-    and ``largest``: of ``(B - A) / |A|``, with its sign, over the stretch; NaN where a value is not finite.
+    infinity on only one side). ``first``, ``last``: its steps; ``count``: the number of compared steps in it. ``mean``
+    and ``largest``: of ``(B - A) / |A|``, with its sign, over the stretch; NaN if a value is not finite.
     """
 
     kind: str
@@ -34,8 +34,8 @@ class Departure:
 class Noise:
     """How the band of seeds was found: see ``bridge.parity.curves.band``.
 
-    ``method``: "permutation" or "t". ``tests``: labelings, or tests of the Bonferroni correction. ``critical``: how
-    many standard errors the band is wide. ``p``: the probability of such curves if A and B are one experiment.
+    ``method``: "permutation" or "t". ``tests``: labelings, or tests of the Bonferroni correction. ``critical``: half
+    the width of the band in standard errors. ``p``: the probability of such curves if A and B are one experiment.
     ``band``: the median over the steps of the band's half width, relative to A.
     """
 
@@ -51,10 +51,10 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """What was compared, for pictures. ``a`` and ``b``: the values, ``[runs, steps]``; the others ``[steps]``.
+    """The compared curves, for pictures. ``a`` and ``b``: the values, ``[runs, steps]``; the others ``[steps]``.
 
     ``mean_a``, ``mean_b``: of the smoothed runs (of the run itself if each side has one). ``spread``: of one smoothed
-    run. ``half``: how far the means may lie apart. All are NaN at steps with values that are not finite.
+    run. ``half``: how far apart the means may be. All are NaN at steps with values that are not finite.
     """
 
     steps: np.ndarray
@@ -82,7 +82,7 @@ ROUNDING = 2.0**-23
 
 
 _SATURATED = 0.3
-"""Of the largest difference: beyond it growth ends, as the noise of the loss bounds it."""
+"""Fraction of the largest difference at which growth ends, because the noise of the loss bounds it."""
 
 
 _FEWEST = 5
@@ -90,19 +90,19 @@ _FEWEST = 5
 
 
 _STRAIGHT = 0.5
-"""Share of the variance below which the difference scatters and does not grow."""
+"""Share of the variance below which the difference scatters rather than grows."""
 
 
 _NEAR = 100.0
-"""Roundings from which growth may have begun: sums of a whole model add some up in one step."""
+"""Roundings from which growth may start: the sums of a whole model accumulate some in one step."""
 
 
 @dataclass(frozen=True)
 class Growth:
     """``first_step``: the first whose relative difference exceeds ``ROUNDING``; ``size``: the difference there.
 
-    ``rate``: of ``log(difference)`` a step, by least squares up to the first difference of 0.3 times the largest, and
-    ``r2`` the share of the variance that the line explains; None where fewer than five steps can be used.
+    ``rate``: of ``log(difference)`` per step, by least squares up to the first difference of 0.3 times the largest;
+    ``r2``: the share of the variance that the line explains; None if fewer than five steps can be used.
     """
 
     first_step: int
@@ -114,7 +114,7 @@ class Growth:
         start = f"The difference exceeds rounding from step {self.first_step} on, where it is {self.size:.2g}"
         if self.rate is None or self.r2 is None or self.rate <= 0 or self.r2 < _STRAIGHT:
             return f"{start}; it does not grow exponentially."
-        grows = f"{start}, and grows by e in {1 / self.rate:.3g} steps (R2 {self.r2:.2f})"
+        grows = f"{start}, and grows by a factor of e in {1 / self.rate:.3g} steps (R2 {self.r2:.2f})"
         if self.size <= _NEAR * ROUNDING:
             return f"{grows}, as rounding does in two runs of one experiment."
         return f"{grows}."

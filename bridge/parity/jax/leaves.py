@@ -1,6 +1,6 @@
 """Arrays of JAX models: their places in arguments and outputs, their paths in pytrees of parameters, their gradients.
 
-Layers of a stack are told by their parameters, which are those of the stack without its leading axis.
+Layers of a stack are recognized by their parameters, which are the stack's without its leading axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.parity.recorded.store import Stored
 
 
 class Hidden(Exception):
-    """A value that only a compiled or vectorized program has."""
+    """A value that exists only in a compiled or vectorized program."""
 
 
 def is_floating(array: Any) -> bool:
@@ -29,7 +29,7 @@ def is_floating(array: Any) -> bool:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether ``value`` is an array of numbers or booleans; keys of random numbers are none."""
+    """Whether ``value`` is an array of numbers or booleans; random keys are not."""
     return isinstance(value, jax.Array | np.ndarray) and (
         value.dtype == bool or bool(jnp.issubdtype(value.dtype, jnp.number))
     )
@@ -38,8 +38,8 @@ def is_leaf(value: Any) -> bool:
 def leaves(tree: Any) -> dict[str, Any]:
     """The arrays of ``tree`` by place, in order; a tree that is one array has the place ``""``.
 
-    Items of tuples and lists have their numbers, and those of named tuples, dicts and dataclasses their names. Raises
-    ``ValueError`` for two arrays of one place, as in ``{"a.b": x, "a": {"b": y}}``.
+    Items of tuples and lists are named by number; items of named tuples, dicts and dataclasses by name. Raises
+    ``ValueError`` for two arrays at one place, as in ``{"a.b": x, "a": {"b": y}}``.
     """
     by_place: dict[str, Any] = {}
 
@@ -55,7 +55,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A module or ``nnx.Rngs`` among arguments, with the values that it had at the time of a call."""
+    """A module or ``nnx.Rngs`` among arguments, with its values at the time of a call."""
 
     graphdef: Any
     state: Any
@@ -67,7 +67,7 @@ class Frozen:
         return Frozen(graphdef, jax.tree.map(reveal, nnx.as_pure(state)))
 
     def thaw(self) -> Any:
-        """A new one with those values."""
+        """A new object with those values."""
         return nnx.merge(self.graphdef, self.state)
 
 
@@ -81,7 +81,7 @@ def map_leaves(
     """``tree`` with ``function(place, leaf)`` for each array, stored or not, and ``modules(node)`` for each module,
     frozen or not.
 
-    Objects that are no nodes of pytrees stay as they are.
+    Objects that are not pytree nodes stay unchanged.
     """
     if is_leaf(tree) or isinstance(tree, Stored):
         return function(where, tree)
@@ -113,7 +113,7 @@ def map_leaves(
 
 
 def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
-    """The same for any other node of a pytree."""
+    """The same for any other pytree node."""
     children, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if len(children) == 1 and children[0][1] is tree:
         return tree
@@ -123,9 +123,9 @@ def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
 
 
 def reveal(array: Any) -> Any:
-    """The array that a tracer of a gradient stands for. Raises ``Hidden`` for tracers without a value."""
-    # A tracer within a tracer, one for each gradient around the call; more than a few are a model's
-    # own.
+    """The array behind a gradient's tracer. Raises ``Hidden`` for tracers without a value."""
+    # Tracers are nested, one for each gradient around the call; more than a few come from the model
+    # itself.
     for _ in range(8):
         if not isinstance(array, jax.core.Tracer):
             return array
@@ -139,10 +139,10 @@ def to_numpy(tree: Any) -> dict[str, np.ndarray]:
 
 
 def watch_gradient(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
-    """``array``, whose gradient goes to ``note`` in the backward.
+    """``array``; in the backward, its gradient goes to ``note``.
 
-    ``token``: a number that the backward differentiates by; through it the backward also comes to arrays that no
-    parameter made.
+    ``token``: a number that the backward differentiates by; through it the backward also reaches arrays that do not
+    depend on parameters.
     """
 
     @jax.custom_vjp
@@ -164,12 +164,12 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """A pytree with all its arrays, wherever their shards are, whole on one device; random keys stay."""
+    """A pytree with all arrays whole on one device, wherever their shards are; random keys stay."""
 
     def whole(x: Any) -> Any:
         if not is_leaf(x):
             return x
-        # A NumPy array that a model changes in place must not be the model's own.
+        # A NumPy array that a model changes in place must not be the model's own array.
         return jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) else x.copy()
 
     return jax.tree.map(whole, tree)
@@ -196,7 +196,7 @@ def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def below(path: str, *names: Any) -> str:
-    """A path of one more part."""
+    """The path extended by one part."""
     return "/".join([*([path] if path else []), *map(str, names)])
 
 
@@ -204,7 +204,7 @@ Arrays = Mapping[str, Any]
 
 
 def length_of(arrays: Arrays, stack: Arrays) -> int:
-    """How many layers with the names and shapes of ``arrays`` a stack has, on leading axes; 0 if it is no stack."""
+    """The number of layers with the names and shapes of ``arrays`` in a stack's leading axes; 0 if it is no stack."""
     if not arrays or arrays.keys() != stack.keys():
         return 0
     shapes = {
@@ -215,7 +215,7 @@ def length_of(arrays: Arrays, stack: Arrays) -> int:
 
 
 def equal(arrays: Arrays, others: Arrays, layer: int | None = None) -> bool:
-    """Whether names and values are equal, of the other's ``layer`` if given. Raises ``Hidden``."""
+    """Whether names and values are equal, in the other's ``layer`` if given. Raises ``Hidden``."""
     if arrays.keys() != others.keys():
         return False
     for name, array in arrays.items():
@@ -227,7 +227,7 @@ def equal(arrays: Arrays, others: Arrays, layer: int | None = None) -> bool:
 
 
 def layer_of(arrays: Arrays, stack: Arrays, turn: int) -> int | None:
-    """The layer of a stack with these values; of several, the first from ``turn`` on, around the end.
+    """The layer of a stack with these values; if several match, the first from ``turn`` on, wrapping around.
 
     None if there is none. Raises ``Hidden``.
     """
@@ -247,7 +247,7 @@ def others_of(tree: Any) -> dict[str, Any]:
 
 
 def merge_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A pytree with the leaves that ``leaves`` names in place of its own."""
+    """A pytree with some leaves replaced by those in ``leaves``."""
     old = list(leaves_by_path(tree))
     new = [leaves.get(path, leaf) for path, leaf in old]
     return jax.tree.unflatten(jax.tree.structure(tree), new)

@@ -1,4 +1,4 @@
-"""Losses of a JAX model that is compared, and its batches."""
+"""Losses and batches of a JAX model under comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 def as_batch(batch: Any, dtype: str) -> Any:
-    """A batch of NumPy arrays as JAX arrays: floats in ``dtype``, integers int32, booleans as they are."""
+    """A batch of NumPy arrays as JAX arrays: floats in ``dtype``, integers as int32, booleans unchanged."""
 
     def leaf(_: str, array: Any) -> jax.Array:
         if is_floating(array):
@@ -28,7 +28,7 @@ def as_batch(batch: Any, dtype: str) -> Any:
 
 
 def call_model(model: Any, batch: Any) -> Any:
-    """The model's output: ``model(x)`` of an array, ``model(*x)`` of a tuple or list, ``model(**x)`` of a dict."""
+    """The model's output: ``model(x)`` for an array, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
     if isinstance(batch, dict):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -39,10 +39,10 @@ def call_model(model: Any, batch: Any) -> Any:
 def probe(
     model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = None, rows: Sequence[int] | None = None
 ) -> jax.Array:
-    """The sum over floating output leaves of leaf times ``numbers`` over the root of the leaf's size.
+    """The sum over floating output leaves of leaf times ``numbers``, divided by the root of the leaf's size.
 
-    In the widest dtype of the leaves, at least float32. ``numbers``: by place; default ``probe_values`` of the leaves'
-    numbers, for all of them. ``rows``: the order in which the batch's rows are, None for that of ``numbers``.
+    Computed in the widest dtype of the leaves, at least float32. ``numbers``: by place; default ``probe_values`` of the
+    leaves' numbers, for all leaves. ``rows``: the order of the batch's rows, None for the order of ``numbers``.
     """
     total: Any = None
     count = 0
@@ -54,7 +54,7 @@ def probe(
         part = jnp.sum(leaf.astype(wide) * jnp.asarray(in_rows(own, rows) / leaf.size**0.5, wide))
         total, count = part if total is None else total + part, count + 1
     if total is None:
-        raise ValueError("loss 'probe': expected an output with floating arrays, found none; give a loss")
+        raise ValueError("loss 'probe': expected an output with floating arrays, found none; pass a loss")
     return total
 
 
@@ -72,13 +72,13 @@ def next_token(model: Any, batch: Any) -> jax.Array:
 
 
 def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were put in the order ``rows``: a probe's numbers go with their rows."""
+    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
     own: Any = loss
     return partial(own, rows=rows) if getattr(loss, "func", loss) is probe else loss
 
 
 def as_loss(loss: Loss | str | None) -> Loss:
-    """The function of a loss's name. Raises ``ValueError`` for unknown names."""
+    """The loss function for a name. Raises ``ValueError`` for unknown names."""
     if callable(loss):
         return loss
     named = {None: probe, "probe": probe, "next_token": next_token}

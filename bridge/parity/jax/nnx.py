@@ -1,7 +1,7 @@
-"""An nnx module as a model that can be recorded, and paths of modules, also of those that transformations make.
+"""An nnx module as a model that can be recorded, and module paths, also of modules that transformations create.
 
-``nnx.scan``, ``nnx.jit`` and ``scan_layers`` call copies of modules, which the model itself does not hold. A copy is
-recognized by its class and its variables: as the module that has the same ones, or as the layer of a stack that has
+``nnx.scan``, ``nnx.jit`` and ``scan_layers`` call copies of modules, which the model itself does not contain. A copy is
+recognized by its class and its variables: as the module with the same variables, or as the layer of a stack that has
 them with a leading axis.
 """
 
@@ -37,7 +37,7 @@ from bridge.parity.recorded.recording import heads_of, listening
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Any]:
-    """The ``nnx.Param`` variables of a module by path, shared ones once."""
+    """The ``nnx.Param`` variables of a module by path, shared variables once."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {below("", *path): variable for path, variable in flat}
 
@@ -59,7 +59,7 @@ _BUFFER = nnx.Not(nnx.Any(nnx.Param, *_NOT_COMPARED))
 
 
 class NnxModel:
-    """``module`` stays as it is in every run: runs have copies, with the same state of random numbers."""
+    """``module`` stays unchanged in every run: runs use copies, with the same state of random numbers."""
 
     def __init__(self, module: nnx.Module) -> None:
         self.module = module
@@ -130,7 +130,7 @@ def record_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
     def wrap(owner: type, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # A subclass that calls its parent's __call__ is one call.
+            # A subclass that calls its parent's __call__ counts as one call.
             path = paths.of(self, recorder.path) if type(self) is owner else None
             if path is None:
                 return call(self, *args, **kwargs)
@@ -155,7 +155,7 @@ def record_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
 
 
 class NnxReplay(CallReplay):
-    """A module with the values of all its variables at the time of the call, and the paths of what is in it."""
+    """A module with the values of all its variables at the time of the call, and the paths of its contents."""
 
     def __init__(self, module: nnx.Module, paths: Paths) -> None:
         self.names = paths.inside(module)
@@ -182,7 +182,7 @@ def variables_of(module: nnx.Module) -> dict[str, Any]:
 class Paths:
     """Paths of the modules and variables below ``root``.
 
-    ``names``: what they are called, by path below ``root``; by default just so.
+    ``names``: names by path below ``root``; by default the paths themselves.
     """
 
     def __init__(self, root: nnx.Module, names: Mapping[str, str] | None = None) -> None:
@@ -195,7 +195,7 @@ class Paths:
         self._own = list(self._modules)
 
     def of(self, module: Any, around: str | None) -> str | None:
-        """The path of a module that is called inside of a call of ``around``; None for one that is no part of it."""
+        """The path of a module called inside a call of ``around``; None if the module is no part of it."""
         if id(module) not in self._paths:
             try:
                 path = self._recognized(module, around or "")
@@ -207,7 +207,7 @@ class Paths:
         return self._paths[id(module)]
 
     def inside(self, module: nnx.Module) -> dict[str, str]:
-        """Paths by path below ``module``, of modules and variables."""
+        """Paths of modules and variables, by their path below ``module``."""
         return {
             below("", *path): self._paths[id(node)]
             for path, node in _nodes(module)
@@ -230,14 +230,14 @@ class Paths:
         arrays = variables_of(module)
 
         def nearest(candidate: tuple[str, Arrays]) -> bool:
-            """Those inside of the call that runs come first."""
+            """Candidates inside the running call come first."""
             return bool(around) and not candidate[0].startswith(around + "/")
 
         def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
             return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
 
-        # Stacks before equal modules: the first layer of a stack may have the values of another
-        # module, too.
+        # Stacks before equal modules: the first layer of a stack may also have the values of another
+        # module.
         stacks = sorted(
             (candidate for candidate in alike(self._modules) if length_of(arrays, candidate[1])), key=nearest
         )
@@ -251,7 +251,7 @@ class Paths:
         if same and (arrays or len(same) == 1):
             return same[0][0]
         if stacks:
-            # Its parameters were changed on the way, such as to another dtype.
+            # Its parameters were changed before the call, such as to another dtype.
             path, stack = stacks[0]
             length = length_of(arrays, stack)
             return self._layer_path(path, self._turns.get(path, 0) % length, around, length)
@@ -259,7 +259,7 @@ class Paths:
 
     def _layer_path(self, path: str, number: int, around: str, length: int) -> str:
         self._turns[path] = self._turns.get(path, 0) + 1
-        # The scan may be within the call of the stack itself, which then never calls its layers.
+        # The scan may be inside the call of the stack itself, which then never calls its layers.
         if around and path.startswith(around + "/"):
             outer = next((variables_of(other) for name, other in self._modules if name == around), {})
             if outer and all(np.shape(array)[:1] == (length,) for array in outer.values()):

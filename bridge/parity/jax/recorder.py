@@ -1,4 +1,4 @@
-"""The calls of one run of a JAX model, noted while the run goes on."""
+"""The calls of one run of a JAX model, recorded during the run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Parameters = Mapping[str, Any]
 """By path."""
 LossOf = Callable[[Any], Any]
-"""The loss of a model, which the function calls as it would call the caller's own."""
+"""The loss of a model, called like the user's own function."""
 
 
 def argument_tree(arguments: Arguments) -> dict[str, Any]:
-    """Arguments by their first part of a place: positional ones by number, the others by name."""
+    """Arguments by the first part of their place: positional ones by number, the others by name."""
     args, kwargs = arguments
     return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
 
@@ -50,14 +50,14 @@ def map_arguments(
 
 
 def store_leaves(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
-    """A pytree with ``Stored`` in place of its large arrays; see ``Again.shelve``."""
+    """A pytree with ``Stored`` in place of its large arrays; see ``shelve``."""
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not is_leaf(x) or x.weak_type:
             return x
         if id(x) not in known:
             stored = store.keep(np.asarray(x))
-            # The array itself too, so that no other one gets its id.
+            # Also keeps the array itself, so that no other array gets its id.
             known[id(x)] = x, stored if isinstance(stored, Stored) else x
         return known[id(x)][1]
 
@@ -65,7 +65,7 @@ def store_leaves(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> 
 
 
 def _kept(array: Any, where: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
-    """An array of a call's arguments, or where it is on disk."""
+    """An array of a call's arguments, or its place on disk."""
     if not isinstance(inputs, StoredLeaves) or not isinstance(array, jax.Array) or array.weak_type:
         return array
     stored = inputs.location(where)
@@ -73,22 +73,22 @@ def _kept(array: Any, where: str, inputs: MutableMapping[str, np.ndarray]) -> An
 
 
 class CallReplay(Protocol):
-    """A module as it was when it was called: its own weights and state, without anything of a gradient.
+    """A module as it was when it was called: its weights and state, without tracers of a gradient.
 
-    ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
+    ``parameters``: by full path. ``tree``: parameters and everything without a gradient, in the module's structure.
     """
 
     parameters: Parameters
     tree: Any
 
     def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
-        """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
+        """Write the weights to ``store``. ``known``: written arrays by id, each with its stand-in."""
         self.tree, self.parameters = (
             store_leaves(tree, store, known) for tree in (self.tree, dict(self.parameters))
         )
 
     def load_weights(self) -> Self:
-        """The same with its weights mapped."""
+        """The same replay with its weights mapped."""
         twin = copy.copy(self)
         leaves, structure = jax.tree.flatten((self.tree, self.parameters))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
@@ -99,12 +99,12 @@ class CallReplay(Protocol):
         return twin
 
     def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
-        """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""
+        """Call the module once more; ``recorder`` notes the module's own call first, then the calls inside."""
         ...
 
 
 class Adapter(Protocol):
-    """What ``JaxSide`` knows of one kind of model.
+    """The interface of ``JaxSide`` to one kind of model.
 
     ``python_modules``: names of the Python modules that define the model. ``left_out``: as in ``Side``.
     """
@@ -119,11 +119,11 @@ class Adapter(Protocol):
         ...
 
     def buffers(self) -> dict[str, Any]:
-        """Arrays of numbers that are no parameters, by path."""
+        """Arrays of numbers that are not parameters, by path."""
         ...
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Set all parameters and some buffers; names and shapes are right."""
+        """Set all parameters and some buffers; names and shapes are already checked."""
         ...
 
     def instance(self, dtype: str) -> Instance:
@@ -134,8 +134,8 @@ class Adapter(Protocol):
 class Instance(Protocol):
     """A copy of a model for one run.
 
-    ``parameters``: by path. ``tree``: those and what has no gradient, as the model has them. ``state``: a pytree of
-    everything else that changes.
+    ``parameters``: by path. ``tree``: parameters and everything without a gradient, in the model's structure.
+    ``state``: a pytree of everything else that changes.
     """
 
     parameters: dict[str, Any]
@@ -145,17 +145,17 @@ class Instance(Protocol):
     def run(
         self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
-        """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
+        """``loss(model)`` and the state after it; ``recorder`` notes the calls."""
         ...
 
     def buffers(self, state: Any) -> dict[str, Any]:
-        """The buffers of a state, by the names that the model's have."""
+        """The buffers of a state, named like the model's."""
         ...
 
 
 @dataclass
 class Entry:
-    """One call. ``outputs`` is None while the call runs, and of calls whose output has no value."""
+    """One call. ``outputs`` is None while the call runs, and for calls whose output has no value."""
 
     path: str
     number: int
@@ -187,7 +187,7 @@ class Recorder:
 
     @property
     def path(self) -> str | None:
-        """The innermost call that runs."""
+        """The path of the innermost running call."""
         return self.entries[self._open[-1]].path if self._open else None
 
     def call(
@@ -199,10 +199,10 @@ class Recorder:
         keep: Callable[[], CallReplay | None],
         heads: Heads = ((), ()),
     ) -> Any:
-        """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
+        """``run()``, recorded. Calls whose arguments have no values, as inside ``vmap``, run without a record."""
         try:
             inputs = self._leaves(to_numpy(argument_tree(arguments)))
-            # Before the call: it may change the module's own state.
+            # Recorded before the call, which may change the module's own state.
             replay = keep()
             kept = map_arguments(
                 lambda where, array: _kept(reveal(array), where, inputs), arguments, Frozen.of
@@ -230,7 +230,7 @@ class Recorder:
         return self.call(name, "tap", ((), {}), lambda: value, lambda: None)
 
     def _passed_on(self, entry: Entry, output: Any) -> Any:
-        """The output as the model goes on with it: replaced where asked, and watched by the backward."""
+        """The output that the model continues with: replaced where requested, and watched by the backward."""
         replaced = self.replaced.get((entry.path, entry.number), {})
         unknown = sorted(set(replaced) - set(leaves(output)))
         if unknown:
@@ -251,7 +251,7 @@ class Recorder:
         return map_leaves(leaf, output)
 
     def calls(self, *, first: int = 0) -> list[Call]:
-        """The calls, from ``first`` on; parents count from there."""
+        """The calls from ``first`` on; parents are numbered within this list."""
         kept = [n for n, entry in enumerate(self.entries) if n >= first and entry.outputs is not None]
         index = {n: position for position, n in enumerate(kept)}
 

@@ -1,6 +1,6 @@
 """A run of a JAX model in one dtype: attributes and names that hold a dtype, and JAX's own settings.
 
-Checkpoints are undone: a checkpoint compiles what it is put around, and inside of that no call has values.
+Checkpoints are removed: a checkpoint compiles its function, and calls inside have no values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flax import nnx
 NARROW = ("bfloat16", "float16")
 _SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _CONVERT = jax.lax.convert_element_type
-# What reads bits as numbers cannot have other numbers.
+# Functions that read bits as numbers cannot take other numbers.
 _BITS = ("bitcast_convert_type", "isdtype", "frombuffer")
 
 
 def target(dtype: str, of: str) -> str | None:
-    """What a dtype ``of`` that a module names itself becomes in a run in ``dtype``; None where it stays.
+    """The dtype that replaces ``of``, which a module names itself, in a run in ``dtype``; None if it stays.
 
-    Narrow ones become the run's. A float32 that the model asks for becomes float64 in float64, and else stays.
+    Narrow dtypes become the run's dtype. A float32 that the model asks for becomes float64 in float64, else it stays.
     """
     if of in NARROW or (of == "float32" and dtype == "float64"):
         return dtype if of != dtype else None
@@ -38,7 +38,7 @@ def target(dtype: str, of: str) -> str | None:
 
 
 def retype(value: Any, dtype: str, *, text: bool = False) -> Any:
-    """A dtype in any spelling for a run in ``dtype``; other values as they are. ``text``: may be a dtype's name."""
+    """A dtype in any spelling for a run in ``dtype``; other values unchanged. ``text``: may be a dtype's name."""
     if isinstance(value, str):
         return (target(dtype, value) if text else None) or value
     spelled = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
@@ -49,9 +49,9 @@ def retype(value: Any, dtype: str, *, text: bool = False) -> Any:
 
 
 def change_dtypes(value: Any, dtype: str, name: str = "") -> Any:
-    """``value``, an attribute called ``name``, for a run in ``dtype``: a copy where something changed, else itself.
+    """``value``, an attribute called ``name``, for a run in ``dtype``: a copy if something changed, else itself.
 
-    Dtypes are found in the attribute itself, in dataclasses, tuples, lists and dicts, and as text in what is called
+    Dtypes are found in the attribute itself, in dataclasses, tuples, lists and dicts, and as text in attributes called
     ``dtype``.
     """
     new = retype(value, dtype, text="dtype" in name)
@@ -79,17 +79,17 @@ def change_dtypes(value: Any, dtype: str, name: str = "") -> Any:
 
 @contextmanager
 def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> Iterator[None]:
-    """JAX as a run in ``dtype`` needs it; ``modules``: names of the Python modules that define the model.
+    """Set JAX up for a run in ``dtype``; ``modules``: names of the Python modules that define the model.
 
-    Products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints do
-    nothing. For float64 see ``only_float64``.
+    Matrix products are exact in their dtype. ``eager``: ``jit``, ``scan`` and ``cond`` run as Python, and checkpoints
+    do nothing. For float64 see ``only_float64``.
     """
     with ExitStack() as stack:
-        # GPUs and TPUs compute float32 products in fewer bits by default, which would be the
-        # difference that is found.
+        # By default GPUs and TPUs compute float32 products in fewer bits, and this would be the
+        # difference that the comparison finds.
         stack.enter_context(jax.default_matmul_precision("highest"))
         if eager:
-            # Inside of a compiled function no call has values.
+            # Calls inside a compiled function have no values.
             stack.enter_context(jax.disable_jit())
             stack.enter_context(no_checkpoints(modules))
         if dtype == "float64":
@@ -100,14 +100,14 @@ def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> 
 
 @contextmanager
 def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
-    """While this is open, code that asks for float32, bfloat16 or float16 gets float64.
+    """While this context is open, code that asks for float32, bfloat16 or float16 gets float64.
 
-    ``jnp.float32`` and its like are names of float64, also where ``modules`` imported them. ``x.astype(dtype)`` and the
-    functions of ``jax.numpy``, ``jax.lax``, ``jax.nn`` and ``jax.random`` that take a dtype take float64 for a narrower
-    one, however it is spelled. JAX's own code is not changed. Random numbers are those of a float32 run.
+    ``jnp.float32`` and similar names mean float64, also where ``modules`` imported them. ``x.astype(dtype)`` and the
+    functions of ``jax.numpy``, ``jax.lax``, ``jax.nn`` and ``jax.random`` that take a dtype replace a narrower dtype,
+    however it is spelled, with float64. JAX's own code is unchanged. Random numbers are those of a float32 run.
 
-    What stays in less: functions that the model imported by name from JAX, called with a dtype of another spelling than
-    ``jnp.float32``, such as ``np.float32``; and kernels that choose a dtype themselves.
+    Two cases stay narrower: functions that the model imported by name from JAX and calls with a dtype spelled otherwise
+    than ``jnp.float32``, such as ``np.float32``; and kernels that choose a dtype themselves.
     """
     with ExitStack() as stack:
         for owner, name, value in _narrow_names(tuple(modules)):
@@ -117,7 +117,7 @@ def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8)
 def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
-    """What ``only_float64`` changes, and to what; a run has many reruns."""
+    """The names that ``only_float64`` changes, with their new values; cached because a run has many reruns."""
     changes: list[tuple[Any, str, Any]] = []
     for module in {id(owner): owner for owner in [jnp, *map(sys.modules.get, modules)] if owner}.values():
         names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
@@ -148,7 +148,7 @@ def _takes_a_dtype(name: str, function: Any) -> bool:
 
 
 def _by_jax() -> bool:
-    """Whether JAX itself called the caller of this."""
+    """Whether JAX itself called the function that called this one."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -184,7 +184,7 @@ def _drawn_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_float32_chance(bernoulli: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for booleans, which are drawn in the dtype of their chance."""
+    """The same for booleans, which are drawn in the dtype of their probability."""
 
     @functools.wraps(bernoulli)
     def drawn(key: Any, p: Any = 0.5, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def _with_float32_chance(bernoulli: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` while this is open."""
+    """``owner.name`` is ``value`` while this context is open."""
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -210,9 +210,9 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def no_checkpoints(modules: Iterable[str]) -> Iterator[None]:
-    """While this is open, ``jax.checkpoint`` and ``jax.remat`` do nothing.
+    """While this context is open, ``jax.checkpoint`` and ``jax.remat`` do nothing.
 
-    Neither do those that were put before around functions of the Python ``modules`` and methods of their classes.
+    Checkpoints that already wrap functions of the Python ``modules`` and methods of their classes do nothing either.
     """
     with ExitStack() as stack:
         for name in ("checkpoint", "remat"):
@@ -224,7 +224,7 @@ def no_checkpoints(modules: Iterable[str]) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8)
 def _checkpointed(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
-    """Where functions with checkpoints are, and the functions without them; a run has many reruns."""
+    """The places of functions with checkpoints, and the plain functions; cached because a run has many reruns."""
     replaced = []
     for module in {name: sys.modules[name] for name in modules if name in sys.modules}.values():
         own = [
@@ -245,7 +245,7 @@ def _transparent(function: Any = None, **options: Any) -> Any:
 
 
 def without_checkpoint(function: Any) -> Any:
-    """What ``jax.checkpoint`` or ``nnx.remat`` was put around; anything else as it is."""
+    """The function that ``jax.checkpoint`` or ``nnx.remat`` wraps; anything else unchanged."""
     if not isinstance(function, FunctionType):
         return function
     links = _links(function)
@@ -257,7 +257,7 @@ def without_checkpoint(function: Any) -> Any:
 
 
 def _links(function: Any) -> list[Any]:
-    """A function and what it wraps, from the outside to the inside."""
+    """A function and the functions that it wraps, from outside to inside."""
     links = [function]
     while hasattr(links[-1], "__wrapped__"):
         links.append(links[-1].__wrapped__)
@@ -272,7 +272,7 @@ def _mark(function: Any) -> frozenset[Any]:
 
 
 def _wrappers(checkpoint: Callable[..., Any]) -> list[frozenset[Any]]:
-    """What ``checkpoint`` puts around a function."""
+    """The wrappers that ``checkpoint`` puts around a function."""
     return [_mark(link) for link in _links(checkpoint(lambda: None))[:-1]]
 
 

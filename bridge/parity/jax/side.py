@@ -1,11 +1,11 @@
 """A JAX model with its loss, as ``recording.Side`` describes it.
 
-Runs are eager: ``jit``, ``lax.scan``, ``nnx.scan`` and checkpoints made inside of the run are executed as Python, so
-that every module's call is seen with its values. Calls inside of ``vmap``, of ``while_loop`` and of functions that
-were checkpointed before the run have no values of their own: the module around them is recorded, they are not.
+Runs are eager: ``jit``, ``lax.scan``, ``nnx.scan`` and checkpoints created during the run are executed as Python, so
+that every module call is recorded with its values. Calls inside ``vmap``, ``while_loop`` and functions that were
+checkpointed before the run have no values: only the module around them is recorded.
 
-A stack of layers that is scanned has parameters ``layers/mlp/kernel [L, ...]``, and so has ``Recording.gradients``.
-Its calls are those of its layers, ``layers/0/mlp``, and ``Rerun.gradients`` are of one layer,
+A scanned stack of layers has parameters ``layers/mlp/kernel [L, ...]``, and so does ``Recording.gradients``. The
+calls are recorded per layer, ``layers/0/mlp``, and ``Rerun.gradients`` belong to one layer,
 ``layers/0/mlp/kernel [...]``.
 """
 
@@ -41,11 +41,11 @@ from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Re
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
-"""Bytes of weights from which memory is worth more than the time to compile operations again."""
+"""Bytes of weights above which saving memory is worth the time to compile operations again."""
 
 
 def adapter_of(model: Any) -> Adapter:
-    """How to run ``model``. Raises ``TypeError`` for what is none of the three kinds of models."""
+    """The adapter that runs ``model``. Raises ``TypeError`` unless it is one of the three kinds of models."""
     if isinstance(model, nnx.Module):
         return NnxModel(model)
     if isinstance(model, tuple) and len(model) == 2:
@@ -63,9 +63,9 @@ def adapter_of(model: Any) -> Adapter:
 class JaxSide:
     """``model``: an nnx module; (linen module, variables); or (function, parameters), called (parameters, *batch).
 
-    ``loss``: a function (model, batch) -> scalar, where linen modules and functions come as a callable with the
-    batch's signature; ``"next_token"`` of tokens ``[B, T + 1]``; or ``"probe"``, the default: fixed random
-    projections of every floating output. ``optimizer``: of ``train``, an optax transformation; AdamW by default.
+    ``loss``: a function (model, batch) -> scalar, which gets linen modules and functions as a callable with the
+    batch's signature; ``"next_token"`` for tokens ``[B, T + 1]``; or ``"probe"``, the default: fixed random
+    projections of every floating output. ``optimizer``: for ``train``, an optax transformation; AdamW by default.
 
     Raises ``TypeError`` for other models and ``ValueError`` for models without parameters.
     """
@@ -94,20 +94,20 @@ class JaxSide:
             raise ValueError("model: expected parameters, found none")
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Whole, also where shards lie on several devices."""
+        """Whole arrays, even if their shards are on several devices."""
         return _values(self._model.weights())
 
     def hold(self, names: Iterable[str]) -> None:
-        """Training leaves these leaves of a function's parameters as they are: the other model has them as buffers."""
+        """Keep these leaves of a function's parameters constant in training: the other model has them as buffers."""
         if isinstance(self._model, FunctionModel):
             self._held = frozenset(names)
 
     def buffers(self) -> dict[str, np.ndarray]:
-        """Arrays of the model that are no parameters: see the models' ``buffers``."""
+        """Arrays of the model that are not parameters: see the models' ``buffers``."""
         return _values(self._model.buffers())
 
     def load(self, weights: Leaves) -> None:
-        """Each array in its own dtype and on its own devices."""
+        """Load each array in its own dtype and onto its own devices."""
         parameters = self._model.weights()
         own = {**parameters, **self._model.buffers()}
         wrong = [f"{path}: missing" for path in parameters if path not in weights]
@@ -122,7 +122,7 @@ class JaxSide:
         self._model.load({path: _like(weights[path], old) for path, old in own.items() if path in weights})
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar."""
+        """``ValueError`` if the model or its loss refuses the batch, and for a loss that is not a scalar."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
@@ -134,8 +134,8 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, recorders[-1])
 
             if backward:
-                # The backward differentiates by this number as well, so that it comes to outputs
-                # that no parameter made.
+                # The backward also differentiates by this number, so that it reaches outputs that do
+                # not depend on parameters.
                 token = jnp.zeros((), jnp.float32)
                 (value, state), (gradients, _) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                     instance.parameters, token
@@ -179,9 +179,9 @@ class JaxSide:
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun.
+        """Call numbers in ``replaced`` and in the result count from 0 within this rerun.
 
-        ``KeyError`` for a call that was not recorded, for a tap, and for leaves that the call has not.
+        ``KeyError`` for a call that was not recorded, for a tap, and for leaves that the call does not have.
         """
         entry = self._entries.get(dtype, {}).get((path, number))
         if entry is None or entry.replay is None:
@@ -197,9 +197,9 @@ class JaxSide:
             return _backward(path, replay, arguments, cotangents, replaced)
 
     def forget(self) -> None:
-        """Free the calls, with their modules, that ``rerun`` needs; of a large model also JAX's compiled operations."""
+        """Free the calls and modules that ``rerun`` needs; for a large model also JAX's compiled operations."""
         self._entries.clear()
-        # Each operation of an eager run was compiled for its shapes: 0.7 GB after two runs of GPT-2.
+        # An eager run compiles each operation for its shapes: 0.7 GB after two runs of GPT-2.
         if sum(array.nbytes for array in self._model.weights().values()) >= _LARGE:
             jax.clear_caches()
 
@@ -213,7 +213,7 @@ class JaxSide:
         with settings(_checked(dtype), self._python, eager=False):
             instance = self._model.instance(dtype)
 
-            # A step's results take the memory of what it was given: one copy of weights and moments, not two.
+            # A step's results reuse the memory of its arguments: one copy of weights and moments, not two.
             @partial(jax.jit, donate_argnums=(0, 2))
             def step(parameters: Any, state: Any, moments: Any, batch: Any) -> Any:
                 def loss(parameters: Any) -> Any:
@@ -228,7 +228,7 @@ class JaxSide:
                 updates, moments = self._optimizer.update(gradients, moments, trained)
                 return {**optax.apply_updates(trained, updates), **held}, state, moments, value
 
-            # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
+            # Copies, because the instance may share arrays with the model or hold one twice. It does not need its own.
             parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
             instance.tree = merge_leaves(instance.tree, dict.fromkeys(instance.parameters, 0.0))
             instance.parameters, state = {}, instance.state
@@ -274,9 +274,9 @@ class JaxSide:
 
 
 def _unshared(tree: Any, others: Iterable[Any]) -> Any:
-    """A pytree without an array that it has twice or that is among ``others``: copies stand for those.
+    """A pytree without repeated arrays and without arrays of ``others``: copies replace them.
 
-    An optimizer's state may hold the weights themselves.
+    An optimizer's state may contain the weights themselves.
     """
     known = {id(array) for array in others}
 
@@ -343,7 +343,7 @@ def _arguments_with(arguments: Arguments, replacements: Mapping[str, Any]) -> Ar
 
 
 def _thaw(arguments: Arguments) -> Arguments:
-    """Arguments with new modules and ``Rngs`` in place of frozen ones, for one run."""
+    """Arguments with new modules and ``Rngs`` in place of the frozen ones, for one run."""
     return map_arguments(
         lambda _, array: array, arguments, lambda node: node.thaw() if isinstance(node, Frozen) else node
     )

@@ -1,6 +1,6 @@
-"""Models that are called with a tree of arrays, and can be recorded: linen modules, and functions of parameters.
+"""Models that are called with a tree of arrays and can be recorded: linen modules, and functions of parameters.
 
-Inside of a function nothing is seen but what ``tap`` shows.
+Inside a function, only values passed to ``tap`` are recorded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FunctionModel:
 
 
 class FunctionInstance:
-    """One run's copy: nothing but parameters."""
+    """One run's copy: parameters only."""
 
     def __init__(self, function: Callable[..., Any], tree: Any) -> None:
         self.function = function
@@ -86,7 +86,7 @@ class FunctionInstance:
         )
 
     def buffers(self, state: Any) -> dict[str, Any]:
-        # A function changes nothing that it is given.
+        # A function does not change its arguments.
         return others_of(self.tree)
 
 
@@ -112,12 +112,12 @@ def is_linen(value: Any) -> bool:
 
 
 class LinenModel:
-    """``variables``: a dict with ``params``; other collections go on from step to step, and come back as they were."""
+    """``variables``: a dict with ``params``; other collections change between steps, and are restored after a run."""
 
     def __init__(self, module: Any, variables: Mapping[str, Any]) -> None:
         self.module = module
         self.variables = dict(linen.meta.unbox(variables))
-        # Which classes the module makes in its calls is not known before: those of its package may be.
+        # The classes that the module creates in its calls are not known beforehand: classes of its package may be.
         package = type(module).__module__.partition(".")[0]
         self.python_modules = [name for name in sys.modules if name.partition(".")[0] == package]
 
@@ -125,7 +125,7 @@ class LinenModel:
         return dict(leaves_by_path(self.variables.get("params", {})))
 
     def buffers(self) -> dict[str, Any]:
-        """By path, which begins with the collection: ``batch_stats/norm/mean``."""
+        """By path, which starts with the collection: ``batch_stats/norm/mean``."""
         return buffers_of(self.variables)
 
     @property
@@ -147,13 +147,13 @@ class LinenModel:
 
 
 def buffers_of(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of numbers in all collections but the parameters, by path; what is sown grows with each call."""
+    """Arrays of numbers in all collections except the parameters, by path; sown values grow with each call."""
     kept = {name: tree for name, tree in variables.items() if name not in ("params", _SOWN)}
     return {path: leaf for path, leaf in leaves_by_path(kept) if is_leaf(leaf)}
 
 
 def _dtype_interceptor(dtype: str) -> Callable[..., Any]:
-    """An interceptor that gives modules other dtypes in their attributes, before their methods run."""
+    """An interceptor that replaces dtypes in modules' attributes before their methods run."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         # Within ``apply`` all modules are copies.
@@ -189,7 +189,7 @@ class LinenInstance:
                     output, changed = apply_module(self.module, variables, args, kwargs)
             else:
                 output, changed = record_calls(self.module, variables, (args, kwargs), recorder, self.dtype)
-            # A loss may call the model more than once. What is sown would make each step's state another tree.
+            # A loss may call the model several times. Sown values would change the tree of the state in each step.
             variables.update({name: tree for name, tree in changed.items() if name != _SOWN})
             return output
 
@@ -203,7 +203,7 @@ class LinenInstance:
 def apply_module(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
     """The module's output, and every collection but the parameters after the call."""
     others = [name for name in variables if name != "params"]
-    # Dropout that is on draws the same numbers in every run.
+    # Active dropout draws the same numbers in every run.
     keys = {"dropout": jax.random.key(0)}
     output = module.apply(variables, *args, rngs=keys, mutable=others or False, **kwargs)
     return output if others else (output, {})
@@ -212,7 +212,7 @@ def apply_module(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[A
 def record_calls(
     module: Any, variables: Any, arguments: Arguments, recorder: Recorder, dtype: str, prefix: str = ""
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The same, with the calls of all modules noted; ``prefix``: path of ``module``."""
+    """The same, with the calls of all modules recorded; ``prefix``: path of ``module``."""
 
     opened = [Opened((), prefix, dict(leaves_by_path(variables["params"])))]
     turns: dict[str, int] = {}
@@ -249,7 +249,7 @@ def record_calls(
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A call that runs: its module's own path in linen, its path in the recording, and its parameters."""
+    """A running call: the module's path in linen, its path in the recording, and its parameters."""
 
     own: tuple[str, ...]
     path: str
@@ -258,7 +258,7 @@ class Opened:
     def inside(self, module: Any, turns: dict[str, int]) -> Opened:
         """The call of a module below. ``nn.scan`` calls a stack under one path with each layer's parameters.
 
-        ``turns``: how many layers of each stack were called before. Raises ``Hidden``.
+        ``turns``: how many layers of each stack were called so far. Raises ``Hidden``.
         """
         rest = module.path[len(self.own) :]
         path = below(self.path, *rest)

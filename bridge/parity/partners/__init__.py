@@ -1,1 +1,1 @@
-"""Which tensor, module and weight of one side belongs to which of the other."""
+"""The correspondence of tensors, modules and weights between the two sides."""

@@ -1,4 +1,4 @@
-"""Arrays in memory as a checkpoint, so that mappings translate weights without a file, and arrays made on access."""
+"""Arrays in memory as a checkpoint, so that mappings can translate weights without a file, and lazy arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Source = TypeVar("Source")
 
 
 class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
-    """Arrays by name, each made by ``make`` from its source whenever it is asked for."""
+    """Arrays by name; ``make`` builds an array from its source at each access."""
 
     def __init__(self, sources: Mapping[str, Source], make: Callable[[Source], np.ndarray]) -> None:
         self._sources, self._make = sources, make
@@ -24,7 +24,7 @@ class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
         return self._make(self._sources[name])
 
     def __contains__(self, name: object) -> bool:
-        # ``Mapping`` would make the array to answer.
+        # ``Mapping`` would build the array to answer.
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
@@ -34,13 +34,13 @@ class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
         return len(self._sources)
 
     def renamed(self, names: Mapping[str, str]) -> LazyLeaves[Source]:
-        """The arrays that ``names`` has, under their names there."""
+        """The arrays of ``names``, under their new names."""
         sources = {names[name]: source for name, source in self._sources.items() if name in names}
         return LazyLeaves(sources, self._make)
 
 
 class ArrayReader(ClosedAtEnd):
-    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
+    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` replaces the path in errors."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
         self.format = "orbax" if separator == "/" else "dcp"

@@ -1,6 +1,6 @@
-"""Which torch modules are which JAX modules: those that own the same parameters.
+"""Which torch modules correspond to which JAX modules: modules that own the same parameters.
 
-The relation of parameters (``WeightMap``) settles it without names of modules::
+The relation of parameters (``WeightMap``) decides it, without names of modules::
 
     torch                                        JAX
     model.layers.1.mlp       owns                layers/1/mlp          owns
@@ -8,10 +8,10 @@ The relation of parameters (``WeightMap``) settles it without names of modules::
       up_proj.weight    <------------------------>  up/kernel
       down_proj.weight  <------------------------>  down/kernel
 
-Where several modules around each other own the same parameters (a wrapper and what it wraps), the innermost ones are
-partners, then the next ones outward. The roots are always partners. A ``[[pair]]`` of the caller comes before all that.
-Modules without parameters (activations, rotary tables, dropout) have no partner unless the caller names one: what they
-do shows in the module around them.
+If several nested modules own the same parameters (a wrapper and the module in it), the innermost ones are partners,
+then the next ones outward. The roots are always partners. A ``[[pair]]`` of the caller takes precedence over all this.
+Modules without parameters (activations, rotary tables, dropout) have no partner unless the caller names one: their
+effect shows in the module around them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bridge.parity.recorded.recording import Recording
 
 @dataclass(frozen=True)
 class ModulePair:
-    """Two modules that should do the same. ``order``: of the torch module's first call, counted from 0."""
+    """Two modules that should compute the same. ``order``: of the torch module's first call, counted from 0."""
 
     torch: str
     jax: str
@@ -39,7 +39,7 @@ class ModulePair:
 
 @dataclass(frozen=True)
 class Modules:
-    """The pairs, in the order of the torch model's calls; called modules without a partner."""
+    """The pairs, in the order of the torch model's calls, and called modules without a partner."""
 
     pairs: tuple[ModulePair, ...]
     torch_only: tuple[str, ...]
@@ -51,7 +51,7 @@ def pair_modules(
 ) -> Modules:
     """Partners among the modules that were called. ``given``: JAX paths by torch path, from the caller.
 
-    Raises ``ValueError`` for a given path that no call has.
+    Raises ``ValueError`` for a given path without a call.
     """
     torch_paths = list(dict.fromkeys(call.path for call in torch.calls))
     jax_paths = list(dict.fromkeys(call.path for call in jax.calls))
@@ -87,7 +87,7 @@ def pair_modules(
         partners = frozenset(twin for key in keys for twin in image[key])
         if frozenset(key for twin in partners for key in back[twin]) != keys:
             continue
-        # Innermost first: they are the longest paths.
+        # Innermost first: their paths are the longest.
         twins = sorted(by_keys.get(partners, []), key=len, reverse=True)
         for path, partner in zip(sorted(paths, key=len, reverse=True), twins, strict=False):
             chosen[path] = partner
@@ -105,7 +105,7 @@ def _by_order(pair: ModulePair) -> int:
 
 
 def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[str, frozenset[Key]]:
-    """The keys below each path. A number in a path that no parameter's name has is a layer of a stack."""
+    """The keys below each path. A number in a path that is in no parameter's name is a layer of a stack."""
     tree = _Node()
     for key in keys:
         node = tree

@@ -1,4 +1,4 @@
-"""What one comparison says: a row of the report."""
+"""A row of the report: the result of one comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGES: tuple[Stage, ...] = (
     *("backward", "gradients", "update", "steps"),
 )
 BUFFER = "buffer"
-"""``Row.kind`` of a buffer, which stands among parameters before and after training."""
+"""``Row.kind`` of a buffer; buffers appear among the parameters before and after training."""
 Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]
 
 
@@ -26,15 +26,15 @@ Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]
 class Row:
     """Two values that should be the same.
 
-    ``name``, ``partner``: the torch and the JAX module or parameter; ``leaf``: which of a module's outputs, ``call``:
-    which of its calls. ``shape``: of the JAX side. ``error``: distance of the float64 runs over the larger norm;
-    ``floor``: what rounding explains, over the same norm; ``ratio``: of the two. ``max_ulp``: in the compute dtype.
-    ``where``: index in the JAX array of the largest difference, ``values``: torch's and JAX's there.
+    ``name``, ``partner``: the torch and the JAX module or parameter; ``leaf``: which output of a module, ``call``:
+    which call of it. ``shape``: of the JAX side. ``error``: distance of the float64 runs over the larger norm;
+    ``floor``: the error that rounding explains, over the same norm; ``ratio``: error over floor. ``max_ulp``: in the
+    compute dtype. ``where``: index in the JAX array of the largest difference, ``values``: torch's and JAX's there.
 
-    ``local``: the ratio when the JAX module runs on torch's inputs and on torch's values of the modules inside; NaN
-    where it was not run. ``verdict``: "introduced" by this module, "inherited" from another one, "differs" where that
-    was not asked, "unknown" where nothing could be compared (``note`` says why). ``layout``: how the arrays lie to each
-    other. ``cause``: a known one that explains the difference.
+    ``local``: the ratio when the JAX module runs on torch's inputs and on torch's values for the modules inside; NaN
+    if it did not run. ``verdict``: "introduced" by this module, "inherited" from another one, "differs" if the origin
+    was not tested, "unknown" if nothing could be compared (``note`` says why). ``layout``: the relation between the
+    two arrays' layouts. ``cause``: a known cause that explains the difference.
     """
 
     stage: Stage
@@ -83,8 +83,8 @@ def row_of(
 ) -> Row:
     """Compare ``torch``, already in the layout of ``jax``, with ``jax``; ``floor``: absolute.
 
-    With ``local`` the row says whether the difference was introduced here. The row is of the first call, without leaf,
-    layout, cause and note.
+    With ``local`` the row says whether the difference was introduced here. The row belongs to the first call and has no
+    leaf, layout, cause or note.
     """
     apart = distance(torch, jax, dtype)
     ratio = ratio_of(apart, floor)

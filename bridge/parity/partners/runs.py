@@ -1,4 +1,4 @@
-"""The recorded runs of both sides, and what lies around a call: partners, children, inputs that can be exchanged."""
+"""The recorded runs of both sides, and the surroundings of a call: partners, children, interchangeable inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge.parity.recorded.recording import Call, Leaves, Recording, Side
 from bridge.parity.recorded.store import Store, trim_heap
 
 _NEAR = 0.3
-"""Further inputs that are farther apart than this, relatively, may mean something else on the other side."""
+"""Further inputs with a larger relative distance than this may mean something else on the other side."""
 
 Matched = Sequence[tuple[str, str, Alignment]]
 
@@ -28,7 +28,7 @@ Matched = Sequence[tuple[str, str, Alignment]]
 class CallPair:
     """Partner calls: a pair of modules, and which of their calls. ``orders``: of their input and output features.
 
-    ``known``: how other arrays lie, which decides where shapes and values do not; see ``align``.
+    ``known``: layouts of other arrays, which decide if shapes and values do not; see ``align``.
     """
 
     modules: ModulePair
@@ -44,18 +44,18 @@ class CallPair:
 
     @cached_property
     def inputs(self) -> Matched:
-        """The first floating input, others that have nearly the same values, and those that are one of these again.
+        """The first floating input, other inputs with nearly the same values, and repetitions of one of these.
 
-        A rotary table and its twin may hold the same numbers in another order, and integers may be positions here and
-        a mask there, which nobody can tell from shapes.
+        A rotary table and its twin may hold the same numbers in another order, and integers may be positions on one
+        side and a mask on the other. Shapes cannot distinguish these cases.
         """
         matched: list[tuple[str, str, Alignment]] = []
         first = True
         for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
-            # Exact equality would leave out inputs that are themselves a little wrong, which is
-            # what is looked for.
+            # Exact equality would leave out inputs that are slightly wrong, and these are the ones
+            # to find.
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(matched, name, other):
                 matched.append((name, other, way))
@@ -67,7 +67,7 @@ class CallPair:
         return match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known)
 
     def _with_repeated(self, matched: Matched) -> Matched:
-        """One tensor given twice is one input, whatever the other side makes of it: module(y, y, y), module(y)."""
+        """One tensor given twice is one input, however the other side passes it: module(y, y, y), module(y)."""
         repeated = [*matched]
         for name, other, way in matched:
             repeated += [(again, other, way) for again in self._again(repeated, 0, name)]
@@ -75,8 +75,8 @@ class CallPair:
         return repeated
 
     def alternatives(self) -> Iterator[CallPair]:
-        """The same with all inputs that shapes allow, however far apart; then with one input, and outputs that lie like
-        it, as known of other arrays, or in the usual layout."""
+        """The pair with all inputs that shapes allow, however far apart; then with one input, and outputs that have
+        its layout, a layout known from other arrays, or the usual layout."""
         if {places[:2] for places in self._every_input} - {places[:2] for places in self.inputs}:
             pair = replace(self)
             pair.__dict__["inputs"] = self._with_repeated(self._every_input)
@@ -98,7 +98,7 @@ class CallPair:
                 yield pair
 
     def _again(self, matched: Matched, side: int, name: str) -> list[str]:
-        """Other inputs of one side that hold the same as ``name`` and have no twin."""
+        """Other inputs of one side that hold the same values as ``name`` and have no twin."""
         inputs = (self.torch, self.jax)[side].inputs
         known = {leaf[side] for leaf in matched}
         return [
@@ -106,7 +106,7 @@ class CallPair:
         ]
 
     def _repeats(self, matched: Matched, name: str, other: str) -> bool:
-        """Whether an input is one of those that are ``found`` once more, on both sides: query, key and value."""
+        """Whether an input repeats a ``found`` one on both sides: query, key and value."""
         return any(
             np.array_equal(self.torch.inputs[name], self.torch.inputs[earlier])
             and np.array_equal(self.jax.inputs[other], self.jax.inputs[twin])
@@ -115,7 +115,7 @@ class CallPair:
 
     @cached_property
     def without_twin(self) -> tuple[str, ...]:
-        """Torch's floating inputs that the JAX module was not given."""
+        """Torch's floating inputs that the JAX module did not get."""
         known = {name for name, _, _ in self.inputs}
         return tuple(
             name
@@ -127,8 +127,8 @@ class CallPair:
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
 
-    The batch is recorded when this is made, and both sides keep the calls for reruns. ``parameters``: torch's.
-    ``ValueError`` where the loss is
+    The batch is recorded on creation, and both sides keep the calls for reruns. ``parameters``: torch's.
+    ``ValueError`` if the loss is
     not finite on either side.
     """
 
@@ -141,13 +141,13 @@ class Runs:
         if not any(loss is None or math.isfinite(loss) for loss in losses):
             raise ValueError(
                 f"loss: expected a finite number, got {losses[0]} in torch and {losses[1]} in JAX, both in float64: "
-                "this batch, or these weights, compare nothing"
+                "this batch, or these weights, cannot be compared"
             )
         self.torch_low = _record(torch, batch, dtype, backward)
         self.jax_low = _record(jax, batch, dtype, backward)
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
-        """Partner calls, in the order in which torch's began."""
+        """Partner calls, in the order in which torch's calls began."""
         return decide_layouts(list(self._pairs(modules, weights)))
 
     def _pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
@@ -167,13 +167,13 @@ class Runs:
 
 
 def _like(instead: Alignment, way: Alignment, jax: np.ndarray) -> Alignment:
-    """The way of ``instead`` for another array, or ``way`` where its shapes do not allow it."""
+    """The way of ``instead`` applied to another array, or ``way`` if the shapes do not allow it."""
     ways = other_ways(way, jax.shape, (instead.moves,))
     return next((other for other in ways if other.moves == instead.moves), way)
 
 
 def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
-    """The pairs, with what the others and their kinds of modules say where a layout is in doubt."""
+    """The pairs; where a layout is in doubt, the other pairs and the kinds of modules decide it."""
     certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
     decided_pairs = []
     for pair in pairs:
@@ -189,13 +189,13 @@ def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
 
 
 def _moves(pair: CallPair, doubted: bool) -> list[Moves]:
-    """How arrays of a pair lie, as more than the usual order says; ``doubted``: those that values alone chose."""
+    """Layouts of a pair's arrays that say more than the usual order; ``doubted``: chosen by values alone."""
     ways = [way for _, _, way in (*pair.inputs, *pair.outputs) if way.certain and len(way.axes) > 2]
     return list(dict.fromkeys(way.moves for way in ways if bool(way.doubt) == doubted))
 
 
 def _channels(pair: CallPair) -> tuple[Moves, ...]:
-    """What the kind of module says: torch's convolutions have channels first, flax's last."""
+    """The layout that the kind of module implies: torch's convolutions have channels first, flax's last."""
     return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
@@ -203,7 +203,7 @@ Group = Literal["inputs", "outputs", "gradients"]
 
 
 class LeafPair(NamedTuple):
-    """A leaf of two partner calls in float64, torch's in the JAX layout, and what rounding explains, absolute."""
+    """A leaf of two partner calls in float64, torch's in the JAX layout, and the absolute floor of rounding."""
 
     torch: np.ndarray
     jax: np.ndarray
@@ -211,10 +211,10 @@ class LeafPair(NamedTuple):
 
 
 def leaf_pair(runs: Runs, pair: CallPair, group: Group, matched: tuple[str, str, Alignment]) -> LeafPair:
-    """The values of one matched leaf as they happened."""
+    """The recorded values of one matched leaf."""
     name, jax_name, way = matched
     torch, jax = way.to_jax(getattr(pair.torch, group)[name]), getattr(pair.jax, group)[jax_name]
-    # Rounding may tip a router over, and a call of the float64 run then has no twin in the compute dtype.
+    # Rounding may flip a router's decision: then a call of the float64 run has no twin in the compute dtype.
     torch_call = runs.torch_low.find(pair.torch.path, pair.torch.number)
     jax_call = runs.jax_low.find(pair.jax.path, pair.jax.number)
     torch_low = None if torch_call is None else getattr(torch_call, group).get(name)
@@ -224,7 +224,7 @@ def leaf_pair(runs: Runs, pair: CallPair, group: Group, matched: tuple[str, str,
 
 
 def largest_ratio(runs: Runs, pair: CallPair, group: Literal["inputs", "outputs"]) -> float:
-    """How far a pair's matched inputs or outputs are apart as they happened, over the floor; NaN without any."""
+    """The largest recorded distance of a pair's matched inputs or outputs, over the floor; NaN without any."""
     matched: Matched = getattr(pair, group)
     values = (leaf_pair(runs, pair, group, leaf) for leaf in matched)
     ratios = [ratio_of(distance(torch, jax, runs.dtype), floor) for torch, jax, floor in values]
@@ -239,9 +239,9 @@ def _record(side: Side, batch: Any, dtype: str, backward: bool) -> Recording:
 
 @dataclass(frozen=True)
 class Children:
-    """The partner calls inside of a pair of calls, without those inside of other partner calls.
+    """The partner calls inside a pair of calls, without the calls inside other partner calls.
 
-    ``torch``, ``jax``: the number of each call among those of its module inside of the outer call, from 0.
+    ``torch``, ``jax``: the number of each call among the calls of its module inside the outer call, from 0.
     """
 
     pairs: tuple[CallPair, ...]
@@ -291,7 +291,7 @@ def _number(call: Call, among: Sequence[Call]) -> int:
 
 
 def inner_first(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
-    """The pairs in the order in which torch's calls end: inner modules before those around them."""
+    """The pairs in the order in which torch's calls end: inner modules before the modules around them."""
     calls = runs.torch_high.calls
     ends = {id(call): number for number, call in enumerate(calls)}
     depths = dict.fromkeys(ends, 0)

@@ -7,7 +7,7 @@ A mapping's rules relate tensors; a stack on one side relates its layers one by 
     layers.1.mlp.up.weight      <-->    (layers/mlp/up/kernel, 1)
 
 A parameter, or a layer of a stack of parameters, is a ``Key``: its name, and its numbers along the axes that the other
-side has as numbers in names.
+side writes as numbers in names.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Order = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Two models' parameters through a mapping. Names are those of the models, with whatever root they have.
+    """Two models' parameters through a mapping. Names are the models' own, with whatever root they have.
 
     ``edges``: pairs of keys that hold the same elements or parts of them. ``torch_only``, ``jax_only``: parameters that
-    the mapping relates to nothing. ``torch_buffers``, ``jax_buffers``: names of buffers, which the mapping need not
-    know. ``dropped``: buffers that it drops. MappingError where the mapping does not fit both models.
+    the mapping relates to no other. ``torch_buffers``, ``jax_buffers``: names of buffers, which the mapping need not
+    know. ``dropped``: buffers that it drops. MappingError if the mapping does not fit both models.
     """
 
     mapping: MappingTable
@@ -122,10 +122,10 @@ class WeightMap:
 
     @cached_property
     def _torch_sources(self) -> Mapping[str, frozenset[str]]:
-        """The torch tensors whose elements a JAX tensor has, by name; empty if rules leave no choice or sizes are open.
+        """The torch tensors with a JAX tensor's elements, by name; empty if rules leave no choice or sizes are open.
 
-        A rule with several tensors on both sides, such as query, key and value where another convention has them in
-        one, relates them all to each other.
+        A rule with several tensors on both sides, such as query, key and value that another convention stores in one
+        tensor, relates all of them to each other.
         """
         between = [
             (rule.entries(self.torch.convention.name), rule.entries(self.jax.convention.name))
@@ -156,7 +156,7 @@ class WeightMap:
 
     @cached_property
     def buffers_only(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Torch's and JAX's buffers that the mapping neither relates to anything on the other side nor drops."""
+        """Torch's and JAX's buffers that the mapping neither relates to the other side nor drops."""
         related = [{edge[side][0] for edge in self.edges} for side in (0, 1)]
         left = [
             tuple(sorted(names - known - set(self.dropped)))
@@ -166,31 +166,31 @@ class WeightMap:
 
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
-        """By JAX parameter, the torch parameters of which it is made."""
+        """By JAX parameter, the torch parameters that it consists of."""
         sources: dict[str, set[str]] = {}
         for (name, _), (other, _) in self.edges:
             sources.setdefault(other, set()).add(name)
         return {name: tuple(sorted(names)) for name, names in sources.items()}
 
     def owners(self, name: str) -> str:
-        """The torch names that a JAX one is made of, for a person."""
+        """The torch names of a JAX name's parts, as text."""
         return ", ".join(self.sources.get(name, ()))
 
     def kind_of(self, name: str) -> str:
-        """``BUFFER`` for what is one on either side, by JAX name; empty for parameters."""
+        """``BUFFER`` if it is a buffer on either side, by JAX name; empty for parameters."""
         return BUFFER if {name, *self.sources.get(name, ())} & (self.jax_buffers | self.torch_buffers) else ""
 
     def to_jax(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
-        """Values of all torch parameters as the JAX parameters would have them, by JAX name; made on each access.
+        """Values of all torch parameters in the form of the JAX parameters, by JAX name; made on each access.
 
-        ``gradients``: where a rule multiplies a weight, its gradient is divided.
+        ``gradients``: if a rule multiplies a weight, its gradient is divided.
         """
         return self._all_translated(
             leaves, (self.torch, self.torch_names), (self.jax, self.jax_names), gradients
         )
 
     def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
-        """Values of all JAX parameters as the torch parameters would have them, by torch name; made on each access."""
+        """Values of all JAX parameters in the form of the torch parameters, by torch name; made on each access."""
         return self._all_translated(
             leaves, (self.jax, self.jax_names), (self.torch, self.torch_names), gradients
         )
@@ -210,7 +210,7 @@ class WeightMap:
         return translated.renamed(target[1])
 
     def parts_to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[Key, np.ndarray]:
-        """Values of some torch parameters, as the JAX parameters or the layers of stacks that they make whole."""
+        """Values of some torch parameters, as the JAX parameters or layers of stacks that they complete."""
         names = {name: weight for weight, name in self.torch_names.items()}
         by_weight = {names[name]: array for name, array in leaves.items() if name in names}
         source, target = self.torch.convention.name, self.jax.convention.name
@@ -234,7 +234,7 @@ class WeightMap:
                             info = self.torch.weights.get(mate.path.format(values))
                             if info is not None:
                                 others.setdefault(key, {})[mate.path.format(at_first)] = _shape_of(info)
-            # A stack of one layer, of which the result is the part of that layer.
+            # A stack of one layer: the result is the part of this layer.
             for key, arrays in groups.items():
                 every = {**others.get(key, {}), **arrays}
                 try:
@@ -252,10 +252,10 @@ class WeightMap:
         return parts
 
     def feature_orders(self, name: str, shape: tuple[int, ...]) -> tuple[Order, Order]:
-        """For a torch matrix ``[out, in]``: which input and which output of torch is each one of JAX, in its order.
+        """For a torch matrix ``[out, in]``: by JAX position, the input and the output of torch that belong there.
 
-        None for the order that torch has, and where the mapping tells nothing. Convolutions that are flattened have
-        ``(c h w)`` features on one side and ``(h w c)`` on the other, rotary heads halves or pairs.
+        None for torch's own order, and if the mapping does not say. Flattened convolutions have ``(c h w)`` features on
+        one side and ``(h w c)`` on the other; rotary heads have halves or pairs.
         """
         orders: list[Order] = []
         for axis in (1, 0):
@@ -280,7 +280,7 @@ class WeightMap:
         return ArrayReader(leaves, source.convention.separator, f"the {source.convention.name} parameters")
 
     def _views(self, leaves: Leaves, source: SourceTree, target: str, power: int) -> dict[str, View]:
-        """The tensors that the rules make of ``leaves``, by weight. ``power``: see ``AppliedRule``."""
+        """The tensors that the rules build from ``leaves``, by weight. ``power``: see ``AppliedRule``."""
         name, reader = source.convention.name, self._reader(leaves, source)
         axes = known_sizes(reader, self.mapping)
         index = NameIndex(self.mapping.rules, name)
@@ -301,10 +301,10 @@ class WeightMap:
 def found_in_model(
     mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, convention: str | None, where: str
 ) -> tuple[SourceTree, Mapping[str, str]]:
-    """A model's weights and buffers in the mapping, and the model's name of each by its name there.
+    """A model's weights and buffers in the mapping, and the model's own name for each mapping name.
 
-    linen's buffers are named after their collections, its parameters are not. A mapping may name both with, or both
-    without, as checkpoints and nnx models do.
+    linen's buffers are named after their collections, its parameters are not. A mapping may name both with the
+    collection, or both without, as checkpoints and nnx models do.
     """
     every = {**leaves, **buffers}
     ways = [{name: name for name in every}]
@@ -330,12 +330,12 @@ def found_in_model(
 
 
 def _shape_of(info: TensorInfo) -> np.ndarray:
-    """Zeros that stand for a tensor's shape and dtype, without its memory."""
+    """Zeros that represent a tensor's shape and dtype without its memory."""
     return np.broadcast_to(np.zeros((), info.dtype), info.shape)
 
 
 def _order(parts: Sequence[np.ndarray], size: int) -> Order:
-    """The numbers along the axes of the one array in which they change, if those hold each number once."""
+    """The numbers along the axes of the one array in which they change, if the array contains each number once."""
     if len(parts) != 1:
         return None
     (array,) = parts
@@ -347,7 +347,7 @@ def _order(parts: Sequence[np.ndarray], size: int) -> Order:
 
 
 def _line(array: np.ndarray, axis: int) -> np.ndarray:
-    """The elements along one axis, at the beginning of the others."""
+    """The elements along one axis, at index 0 of the others."""
     return array[tuple(slice(None) if index == axis else 0 for index in range(array.ndim))]
 
 

@@ -1,16 +1,16 @@
-"""How a torch array and its JAX twin lie to each other: equal, reshaped, or with their axes in another order.
+"""The relation between a torch array and its JAX twin: equal, reshaped, or with their axes in another order.
 
-Convolutions (NCHW against NHWC) and split heads need no word from the caller::
+Convolutions (NCHW and NHWC) and split heads need no hint from the caller::
 
     torch [B, T, (h d)]       ->  jax [B, T, h, d]      reshape
     torch [B, C, H, W]        ->  jax [B, H, W, C]      axes (0, 2, 3, 1)
     torch [B, h, T, d]        ->  jax [B, T, (h d)]     axes (0, 2, 1, 3), reshape
 
-Shapes leave one way, or several, where sizes are equal (square images, as many heads as tokens). Then values decide, if
-one way leaves less than half of the distance that any other leaves. What differs otherwise has no such way, and its
-noise must not choose: then the ways of other arrays decide (``known``), and after them the usual order. A way that
-nothing but the usual order chose has a ``doubt``, as has a way that values chose against that order: it may be a
-mistake, too.
+Shapes allow one way, or several ways if sizes are equal (square images, as many heads as tokens). Then values decide,
+if one way leaves less than half of the distance of every other way. If the arrays differ in another respect, no way
+stands out, and noise must not choose: then the ways of other arrays decide (``known``), and after them the usual order.
+A way has a ``doubt`` if only the usual order chose it, or if values chose it against the usual order: it may also be a
+mistake.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 _NEARER = 0.5
-"""A way must reduce the distance to this part of every other way's for values to decide."""
+"""A way must reduce the distance to this fraction of every other way's before values may decide."""
 _FEW = 16
-"""Of fewer elements than these, some noise is twice as near by chance: they must be equal but for a part ``_EXACT``."""
+"""Below this many elements, some noise is twice as near by chance: they must be equal up to a fraction ``_EXACT``."""
 _EXACT = 1e-2
 _MOST_AXES = 5
 """Six axes have 720 orders, and each order costs a pass over the array."""
 
 DOUBTS = "values alone chose", "layout not certain"
-"""How a ``doubt`` begins."""
+"""The possible beginnings of a ``doubt``."""
 Moves = tuple[tuple[int, ...], tuple[int, ...]]
-"""Orders of axes, whatever their sizes: ``Alignment.axes`` and ``Alignment.then``."""
+"""Orders of axes, for any sizes: ``Alignment.axes`` and ``Alignment.then``."""
 CHANNELS_LAST: tuple[Moves, ...] = tuple(
     ((0, *range(2, axes), 1), tuple(range(axes))) for axes in range(3, _MOST_AXES + 1)
 )
@@ -43,11 +43,11 @@ CHANNELS_LAST: tuple[Moves, ...] = tuple(
 class Alignment:
     """torch ``[shape]`` -> transpose by ``axes`` -> reshape to ``between`` -> transpose by ``then`` -> jax.
 
-    ``order``: before all that, which element of the last axis comes where; None for the order that they have.
-    ``copies``: of equal arrays along torch's first axis, of which JAX has one (positions, for every row of a batch); 0
-    for none. ``torch`` is then the shape of one of them.
+    ``order``: applied first, the source of each element of the last axis; None for the existing order.
+    ``copies``: the number of equal arrays along torch's first axis, of which JAX has one (positions, for every row of a
+    batch); 0 for none. ``torch`` is then the shape of one of them.
 
-    ``certain``: shapes, values or other arrays chose the way. ``doubt``: what a reader must know of the choice.
+    ``certain``: shapes, values or other arrays chose the way. ``doubt``: a caveat about the choice for the reader.
     """
 
     torch: tuple[int, ...]
@@ -95,10 +95,10 @@ class Alignment:
 def align(
     torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = None, known: Sequence[Moves] = ()
 ) -> Alignment | None:
-    """The way from ``torch`` to ``jax``; None where no order of axes leads from one shape to the other.
+    """The way from ``torch`` to ``jax``; None if no order of axes leads from one shape to the other.
 
-    ``order``: of the last axis's elements, where it is known (``WeightMap.feature_orders``). ``known``: the ways of
-    other arrays, the nearest relatives first.
+    ``order``: of the last axis's elements, if known (``WeightMap.feature_orders``). ``known``: the ways of other
+    arrays, the nearest relatives first.
     """
     if torch.size != jax.size:
         return _of_copies(torch, jax)
@@ -112,18 +112,18 @@ def align(
     usual = ways[0]
     distances = [_distance(way.to_jax(torch), jax) for way in ways]
     least = float(np.nanmin(distances)) if not np.isnan(distances).all() else math.nan
-    # Ways that leave the same distance but for the order of the sum are one answer, whatever comes
+    # Ways with the same distance up to the order of the sum count as one answer, whichever comes
     # first.
     nearest = [way for way, far in zip(ways, distances, strict=True) if far <= least * (1 + 1e-12)]
     rest = [far for far in distances if far > least * (1 + 1e-12)]
     exact = least <= _EXACT * float(np.linalg.norm(jax.astype(np.float64).ravel()))
-    # Noise chose layouts of images that a fault had changed, and blamed convolutions for it.
+    # Otherwise noise would choose layouts of images that a fault changed, and blame convolutions for it.
     if nearest and rest and least <= _NEARER * min(rest) and (exact or torch.size >= _FEW):
         chosen = _first_known(nearest, known) or nearest[0]
         if chosen is usual or chosen.moves in known:
             return chosen
         words = f"{DOUBTS[0]} {_words(chosen)}, where shapes allow {_words(usual)}"
-        return replace(chosen, doubt=f"{words}: if that is not meant, the models differ here")
+        return replace(chosen, doubt=f"{words}: if this is not intended, the models differ here")
     told = _first_known(ways, known)
     if told is not None or not rest:
         return told or usual
@@ -132,7 +132,7 @@ def align(
 
 
 def other_ways(way: Alignment, jax: Sequence[int], known: Sequence[Moves]) -> list[Alignment]:
-    """All ways that shapes allow but ``way``: those of ``known`` first, then the usual ones."""
+    """All ways that shapes allow except ``way``: the ``known`` ones first, then the usual ones."""
     if way.copies:
         return []
     ways = sorted((other for other in _ways(way.torch, jax) if _keeps_axes(other)), key=_unusual)
@@ -149,14 +149,14 @@ def _words(way: Alignment) -> str:
 
 
 def _unusual(way: Alignment) -> tuple[bool, int]:
-    """Less usual ways are larger: those that move the rows of the batch, then those that exchange more axes."""
+    """A sort key: unusual ways are larger, first ways that move the batch rows, then ways that swap more axes."""
     orders = [order for order in (way.axes, way.then) if order]
     exchanged = sum(a > b for order in orders for a, b in itertools.combinations(order, 2))
     return any(order[0] for order in orders), exchanged
 
 
 def _keeps_axes(way: Alignment) -> bool:
-    """Whether the reshape joins or divides whole axes. Any other one mixes elements: a mistake, not a layout."""
+    """Whether the reshape joins or divides whole axes. Any other reshape mixes elements: a mistake, not a layout."""
     before = [size for size in (way.torch[axis] for axis in way.axes) if size != 1]
     after = [size for size in way.between if size != 1]
     many, few = (before, after) if len(before) >= len(after) else (after, before)
@@ -180,7 +180,7 @@ def _of_copies(torch: np.ndarray, jax: np.ndarray) -> Alignment | None:
 
 
 def _ways(torch: Sequence[int], jax: Sequence[int]) -> Iterator[Alignment]:
-    """The plain ways first."""
+    """All ways, the plain ones first."""
     same, other = tuple(range(len(torch))), tuple(range(len(jax)))
     yield Alignment(tuple(torch), same, tuple(jax), other)
     if max(len(torch), len(jax)) > _MOST_AXES or 0 in torch:
@@ -208,10 +208,10 @@ def match_leaves(
     order: tuple[int, ...] | None = None,
     known: Sequence[Moves] = (),
 ) -> list[tuple[str, str, Alignment]]:
-    """Partners among leaves of two calls: of equal name, else the first that fits, in order.
+    """Partners among the leaves of two calls: leaves of equal name, otherwise the first that fits, in order.
 
-    Floating leaves go with floating ones, and others with others. Names count from their last part, so ``"0"`` and
-    ``"hidden_states"`` are no obstacle. ``order``, ``known``: see ``align``.
+    Floating leaves match floating leaves, and others match others. Names count from their last part, so ``"0"`` and
+    ``"hidden_states"`` can be partners. ``order``, ``known``: see ``align``.
     """
     matched: list[tuple[str, str, Alignment]] = []
     left = dict(jax)

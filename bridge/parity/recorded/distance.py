@@ -1,4 +1,4 @@
-"""How far apart two arrays are, and how much of it rounding explains.
+"""The distance of two arrays, and the part of it that rounding explains.
 
 The error model. A value is computed four times: by both sides, each in float64 and in the compute dtype::
 
@@ -8,11 +8,11 @@ The error model. A value is computed four times: by both sides, each in float64 
          |                                            |
     torch, float32                               JAX, float32
 
-The float64 runs are 2**29 times finer than float32, so what is left between them is not rounding but another
-computation, or constants that one side rounded to float32 (rotary frequencies, a softmax that is kept in float32). Such
-constants make a difference of the size of the floor, never several times the floor. A difference counts when the
-distance is more than ``FACTOR`` times the floor. Distances are Euclidean norms over the whole array. The floor of an
-array that float32 keeps exactly (a lookup, a reshape) is a quarter of one rounding of its values.
+The float64 runs are 2**29 times finer than float32, so a distance between them is not rounding. It is a different
+computation, or a constant that one side rounded to float32 (rotary frequencies, a softmax that is kept in float32).
+Such constants cause a difference of the size of the floor, never several times the floor. A difference counts if the
+distance is more than ``FACTOR`` times the floor. Distances are Euclidean norms over the whole array. If float32 keeps
+an array exactly (a lookup, a reshape), its floor is a quarter of one rounding of its values.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from bridge.checkpoints.compare.ulp import largest_ulp
 FACTOR = 4.0
 """Ratio of distance to floor above which a difference counts.
 
-Two samples of rounding differ, and a float32 constant on one side is worth one floor. Right pairs stay below 4 over 20
+Two samples of rounding differ, and a float32 constant on one side costs one floor. Correct pairs stay below 4 over 20
 seeds (``test_bugs_named.py``).
 """
 
 _LEAST_PART = 0.25
-"""Of one rounding of each value: a lookup is exact in float32, and its floor must not be 0."""
+"""Fraction of one rounding of each value: a lookup is exact in float32, and its floor must not be 0."""
 _BLOCK = 1 << 13
-"""Elements looked at together: they stay in the processor's cache, and BLAS starts no threads for so few."""
+"""Elements per block: a block stays in the processor's cache, and BLAS starts no threads for so few elements."""
 
 
 def epsilon(dtype: str) -> float:
@@ -46,12 +46,12 @@ def epsilon(dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two arrays of one shape. All norms are Euclidean, over the finite elements of both, in float64.
+    """The distance of two arrays of one shape. All norms are Euclidean, over elements finite in both, in float64.
 
-    ``absolute``: of the difference; infinite where a value is finite, NaN or infinite on one side only. ``norm``: the
-    larger one of both. ``cosine``: of the angle between them, NaN where one is zero. ``max_ulp``: the largest distance
+    ``absolute``: norm of the difference; infinite if a value is finite, NaN or infinite on only one side. ``norm``: the
+    larger norm of the two. ``cosine``: of the angle between them, NaN if one is zero. ``max_ulp``: the largest distance
     of two elements in units in the last place, both rounded to the compute dtype. ``where``: index of the element with
-    the largest difference; ``values``: there.
+    the largest difference; ``values``: the two values there.
     """
 
     absolute: float
@@ -70,7 +70,7 @@ class Distance:
 def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
     """Compare two arrays. Integers and booleans that differ are infinitely far apart.
 
-    Sums go block by block: what is computed besides the arrays takes little memory.
+    Sums go block by block, so intermediate results take little memory.
     """
     exact = _exact(a, b)
     scale = _scale(a, b)
@@ -81,7 +81,7 @@ def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
         index = int(difference.argmax())
         if difference[index] > largest:
             worst, largest = start + index, float(difference[index])
-        # In place: GPT-2's gradient rows took 9 GB for temporaries of the embedding.
+        # In place: with GPT-2's gradient rows, temporaries of the embedding took 9 GB.
         for values in (x, y, difference):
             values /= scale
         squares += float(difference.dot(difference))
@@ -91,7 +91,7 @@ def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
     return Distance(
         math.sqrt(squares) * scale,
         max(norms) * scale,
-        # Rounding can carry the cosine of equal arrays beyond 1.
+        # Rounding can push the cosine of equal arrays beyond 1.
         float(np.clip(products / (norms[0] * norms[1]), -1, 1)) if min(norms) > 0 else math.nan,
         ulp,
         where,
@@ -110,7 +110,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def norm(a: np.ndarray) -> float:
-    """Euclidean, in float64; what is not finite counts as 0."""
+    """The Euclidean norm in float64; values that are not finite count as 0."""
     squares = 0.0
     for _, block, _ in _blocks(a, a):
         values = block.astype(np.float64).ravel(order="K")
@@ -124,14 +124,14 @@ def _exact(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Both arrays by parts, in row-major order, each with the number of its first element; none for empty ones."""
+    """Both arrays in blocks, in row-major order, each with the index of its first element; none for empty arrays."""
     if a.shape != b.shape:
         raise ValueError(f"expected arrays of one shape, got {a.shape} and {b.shape}")
     if 0 < a.size <= _BLOCK:
         yield 0, a, b
         return
-    # Views of one order are walked flat; any other pair goes by rows, which copies one block at a
-    # time.
+    # Views with the same order are traversed flat; other pairs go by rows, which copies one block at
+    # a time.
     if a.flags.c_contiguous and b.flags.c_contiguous:
         a, b = a.reshape(-1), b.reshape(-1)
     elif a.shape and a.shape[0] == 1:
@@ -143,13 +143,13 @@ def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.
 
 
 def _parted(a: np.ndarray, b: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both in float64, flat, zero where one is not finite; and how far their elements are apart."""
-    # Copies also of float64: they are changed.
+    """Both in float64, flat, with 0 where either is not finite; and the distances of their elements."""
+    # Also copies float64: the arrays are changed.
     x, y = (side.astype(np.float64).reshape(-1) for side in (a, b))
     with np.errstate(all="ignore"):
         difference = x - y
         np.abs(difference, out=difference)
-        # The usual case, in which all is finite, needs no search.
+        # In the usual case everything is finite, and no search is needed.
         if not exact and math.isfinite(float(difference.max())):
             return x, y, difference
         same = (x == y) | (np.isnan(x) & np.isnan(y))
@@ -162,7 +162,7 @@ def _parted(a: np.ndarray, b: np.ndarray, exact: bool) -> tuple[np.ndarray, np.n
 
 
 def _scale(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest magnitude: squares of finite numbers may overflow."""
+    """The largest magnitude, to scale by: squares of finite numbers may overflow."""
     largest = 0.0
     for _, left, right in _blocks(a, b):
         ends = [float(end) for part in (left, right) for end in (part.max(), part.min())]
@@ -177,25 +177,25 @@ def _scale(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _ulp(a: np.ndarray, b: np.ndarray, dtype: str) -> int:
-    # A float64 beyond the dtype's range becomes infinite there, which is the distance that counts.
+    # A float64 beyond the dtype's range becomes infinite there, and this distance counts.
     with np.errstate(all="ignore"):
         left, right = (np.ascontiguousarray(side.astype(np.dtype(dtype))) for side in (a, b))
     return largest_ulp(left, right)
 
 
 def noise(low: np.ndarray | None, high: np.ndarray, dtype: str) -> float:
-    """What rounding to ``dtype`` does to an array: ``|low - high|``, at least a part of one rounding of ``high``.
+    """The error of rounding an array to ``dtype``: ``|low - high|``, at least a fraction of one rounding of ``high``.
 
-    ``low``: the same array, computed in ``dtype``; None where that is not known.
+    ``low``: the same array, computed in ``dtype``; None if it is unknown.
     """
     least = _LEAST_PART * epsilon(dtype) * norm(high)
     if low is None or low.shape != high.shape:
         return least
     apart = gap(low, high)
-    # A routing that rounding tips over, or an overflow, says nothing of the rest.
+    # A routing decision that rounding flips, or an overflow, says nothing about the rest.
     return max(least, apart) if math.isfinite(apart) else least
 
 
 def fits(candidate: np.ndarray, value: np.ndarray, floor: float) -> bool:
-    """Whether rounding explains what is between two arrays: one shape, and ``FACTOR`` times ``floor``, absolute."""
+    """Whether rounding explains the distance of two arrays: equal shapes, and within ``FACTOR`` times ``floor``."""
     return candidate.shape == value.shape and distance(candidate, value).absolute <= FACTOR * floor

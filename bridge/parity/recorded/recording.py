@@ -1,6 +1,6 @@
-"""What one run of one model is: the calls of its modules, its loss and its gradients, as NumPy arrays.
+"""One run of one model as NumPy arrays: the calls of its modules, its loss and its gradients.
 
-Both sides, ``TorchSide`` and ``JaxSide``, give the same records, and everything that compares knows only these::
+Both sides, ``TorchSide`` and ``JaxSide``, return the same records, and all comparing code uses only these::
 
     record(batch, "float32")    Recording
                                   calls[k]   path "model.layers.0.mlp", number 0; inputs "0"; outputs ""; gradients ""
@@ -8,14 +8,14 @@ Both sides, ``TorchSide`` and ``JaxSide``, give the same records, and everything
     rerun("float64", "model.layers.0.mlp", 0, inputs={"0": x})
                                 Rerun        the same module alone, on other inputs
 
-A leaf of a call is an array somewhere in its arguments or in its output, named by its place: positional arguments by
-number, the others by name, and what lies in tuples, lists, dicts and dataclasses below them joined by dots
+A leaf of a call is an array anywhere in its arguments or its output, named by its place: positional arguments by
+number, others by name, and parts of tuples, lists, dicts and dataclasses below them joined by dots
 (``"hidden_states"``, ``"1.0"``, ``"past.key"``). An output that is one array has the name ``""``. ``None``, text and
-plain numbers are no leaves: they stay as they were in every rerun.
+plain numbers are not leaves: they stay the same in every rerun.
 
-``tap`` marks a value inside of a model that is compared like a module's output. A model without a loss gets a probe:
-the sum of each output leaf times fixed numbers. Two models may name their outputs and order their axes differently, so
-the numbers are made for torch's leaves and laid out like the arrays that they multiply.
+``tap`` marks a value inside a model, which is then compared like a module's output. A model without a loss gets a
+probe: the sum of each output leaf times fixed numbers. Two models may name their outputs and order their axes
+differently, so the numbers are made for torch's leaves and laid out like the arrays that they multiply.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def checked_dtype(dtype: str, steps: int) -> str:
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_query_heads")
 _HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
 Heads = tuple[tuple[int, ...], tuple[int, ...]]
-"""Numbers of an attention's heads, and sizes of a head."""
+"""Numbers of heads of an attention, and head sizes."""
 
 
 def heads_of(module: Any) -> Heads:
-    """What a module, or its ``config``, says of its heads."""
+    """What a module, or its ``config``, says about its heads."""
     owners = [vars(part) for part in (module, getattr(module, "config", None)) if hasattr(part, "__dict__")]
     numbers, sizes = (
         tuple(
@@ -75,7 +75,7 @@ class Call:
     """One call of a module.
 
     ``path``: the module, in its framework's own notation (``"model.layers.0"``, ``"layers/0"``; the root is ``""``).
-    ``number``: how often the module was called before, in the same run. ``parent``: index in ``Recording.calls`` of the
+    ``number``: how often the module was called before in the same run. ``parent``: index in ``Recording.calls`` of the
     call around it, or None for the root's. ``gradients``: of the loss, by output leaf; only floating leaves that the
     loss depends on, and none without a backward. ``heads``: see ``heads_of``.
     """
@@ -94,9 +94,9 @@ class Call:
 class Recording:
     """One run of the whole model.
 
-    ``calls``: in the order in which the calls began. ``loss``: as float64; None without one. ``gradients``: of the
-    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run. ``buffers``:
-    as the forward left them.
+    ``calls``: in the order in which the calls began. ``loss``: as float64; None without a loss. ``gradients``: of the
+    loss, by parameter name; zeros for parameters that the loss does not depend on. ``dtype``: of the run. ``buffers``:
+    their values after the forward.
     """
 
     dtype: str
@@ -116,10 +116,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class Rerun:
-    """One module alone, on inputs that were given.
+    """One module alone, on given inputs.
 
-    ``calls``: those of modules inside of it, in the order in which they began; ``parent`` counts in this list, and the
-    module's own call is not in it. ``input_gradients``: by input leaf; ``gradients``: by full parameter name. Both are
+    ``calls``: of modules inside, in the order in which they began; ``parent`` is an index in this list, which does not
+    contain the module's own call. ``input_gradients``: by input leaf; ``gradients``: by full parameter name. Both are
     empty without cotangents.
     """
 
@@ -147,7 +147,7 @@ Replacements = Mapping[tuple[str, int], Leaves]
 
 
 class Side(Protocol):
-    """One model with its loss. Runs never change the model: weights, buffers and modes are as before after each.
+    """One model with its loss. Runs never change the model: weights, buffers and modes are restored after each run.
 
     ``framework``: "torch" or "jax". ``separator``: between the parts of a path, "." or "/".
     """
@@ -159,39 +159,39 @@ class Side(Protocol):
     def separator(self) -> str: ...
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters by path, in their own dtype; a parameter with two names once, under the first."""
+        """Parameters by path, in their own dtype; a parameter with two names appears once, under the first."""
         ...
 
     def buffers(self) -> dict[str, np.ndarray]:
         """State that no gradient changes, by path, in its own dtype: running statistics, counters, tables.
 
-        No name is that of a parameter.
+        No name is also a parameter's name.
         """
         ...
 
     @property
     def left_out(self) -> Sequence[str]:
-        """State that cannot be compared, such as that of random numbers: a phrase for each kind."""
+        """State that cannot be compared, such as random state: a phrase for each kind."""
         ...
 
     def load(self, weights: Leaves) -> None:
-        """Set all parameters and those buffers that are given.
+        """Set all parameters and the given buffers.
 
-        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
+        ``ValueError`` names missing parameters, and names that are unexpected or have another shape.
         """
         ...
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
+        """Run the model, its loss and, if requested, its backward with all parameters in ``dtype``.
 
-        In float64 nothing may be computed in less, as far as the model lets that be changed from outside.
+        In float64 everything is computed in float64, as far as the model lets this be changed from outside.
         """
         ...
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        """Loss and gradients of a batch whose rows are in the order ``rows``, as ``record`` gives them; no calls.
+        """Loss and gradients of a batch with its rows in the order ``rows``, as ``record`` returns them; no calls.
 
-        What ``rerun`` knows stays.
+        The state of ``rerun`` stays.
         """
         ...
 
@@ -205,10 +205,10 @@ class Side(Protocol):
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these leaves of its inputs.
+        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these input leaves.
 
-        Input leaves that are not given are those of the recorded call. ``cotangents``: by output leaf, missing ones are
-        zeros; with them the module's backward runs. ``KeyError`` for a call that was not recorded.
+        Other input leaves keep the recorded values. ``cotangents``: by output leaf, zeros for missing ones; with
+        cotangents, the module's backward runs. ``KeyError`` for a call that was not recorded.
         """
         ...
 
@@ -217,7 +217,7 @@ class Side(Protocol):
         ...
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
-        """Train a copy of the model, one step for each batch, by the side's optimizer."""
+        """Train a copy of the model, one step for each batch, with the side's optimizer."""
         ...
 
 
@@ -228,10 +228,10 @@ _listener: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("twinshard_
 
 
 def tap(name: str, value: T) -> T:
-    """``value``, which a recorded run notes as the output of a call with path ``name`` and no inputs.
+    """Return ``value``, and record it as the output of a call with path ``name`` and no inputs.
 
-    Outside of a recorded run this is the identity. ``value``: an array, or tuples, lists, dicts and dataclasses of
-    arrays. A function of parameters has no modules: taps are what ``twinshard parity`` can compare inside of it.
+    Outside a recorded run this is the identity. ``value``: an array, or tuples, lists, dicts and dataclasses of
+    arrays. A function of parameters has no modules: only taps let ``twinshard parity`` compare values inside it.
     """
     listener = _listener.get()
     return value if listener is None else cast(T, listener(name, value))
@@ -239,7 +239,7 @@ def tap(name: str, value: T) -> T:
 
 @contextmanager
 def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
-    """While this is open, ``tap(name, value)`` is ``listener(name, value)``."""
+    """While this context is open, ``tap(name, value)`` calls ``listener(name, value)``."""
     token = _listener.set(listener)
     try:
         yield
@@ -248,14 +248,14 @@ def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
 
 
 def probe_values(where: str, shape: Sequence[int]) -> np.ndarray:
-    """Standard normal float64 numbers of ``shape`` for the output leaf at ``place``."""
+    """Standard normal float64 numbers of ``shape`` for the output leaf at place ``where``."""
     return np.random.default_rng(zlib.crc32(where.encode())).standard_normal(tuple(shape))
 
 
 def in_rows(numbers: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:
-    """Numbers for the outputs of a batch whose rows are in the order ``rows``; None for the order that it has.
+    """Numbers for the outputs of a batch with its rows in the order ``rows``; None for the existing order.
 
-    The axis of rows is the first one that is as long; numbers without one stay as they are.
+    The axis of rows is the first one of this length; numbers without such an axis stay unchanged.
     """
     axes = [] if rows is None else [axis for axis, size in enumerate(numbers.shape) if size == len(rows)]
     return np.take(numbers, np.asarray(rows), axes[0]) if axes else numbers

@@ -1,7 +1,7 @@
-"""Which elements of activations a trace keeps where it does not keep all: the same ones on both sides.
+"""Which elements of activations a trace keeps if it does not keep all: the same elements on both sides.
 
-Two sides may lay out an array otherwise: transposed, NHWC, with the heads split. So positions are chosen by the size of
-an axis, wherever the axis lies. With ``{8: 2, 512: 16}``, for a batch of 8 rows of 512 tokens::
+Two sides may lay out an array differently: transposed, NHWC, with split heads. So positions are chosen by the size of
+an axis, wherever the axis is. With ``{8: 2, 512: 16}``, for a batch of 8 rows of 512 tokens::
 
     torch [8, 512, D]      ->  [2, 16, D]           2 rows, 16 tokens, all features
     torch [8, h, 512, d]   ->  [2, h, 16, d]
@@ -25,17 +25,17 @@ from bridge.parity.recorded.recording import Leaves
 
 @dataclass(frozen=True)
 class Sampling:
-    """``kept``: the positions that stay of an axis, by the axis's size. Empty: all arrays stay whole."""
+    """``kept``: the positions to keep on an axis, by the axis's size. Empty: all arrays stay whole."""
 
     kept: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, samples: Mapping[int, int] | None, weights: Leaves) -> Sampling:
-        """Choose positions, always the same for a size and a number; the first and the last are among them.
+        """Choose positions, always the same for a size and a number; they include the first and the last.
 
-        ``samples``: how many positions stay, by the size of an axis. With two sizes the first is that of the outer axis
-        where both are one. ``ValueError`` for numbers out of range, for more than two sizes, and for a size that an
-        axis of a parameter has, which would be taken for a batch's.
+        ``samples``: how many positions to keep, by the size of an axis. With two sizes, the first belongs to the outer
+        axis if both are merged into one. ``ValueError`` for numbers out of range, for more than two sizes, and for a
+        size that an axis of a parameter also has, since it would be taken for the batch's.
         """
         samples = samples or {}
         if len(samples) > 2:
@@ -66,7 +66,7 @@ class Sampling:
         return cls(kept)
 
     def cut(self, array: np.ndarray) -> np.ndarray:
-        """The part of an activation that stays."""
+        """The part of an activation that is kept."""
         for axis, size in enumerate(array.shape):
             if size in self.kept:
                 array = array.take(self.kept[size], axis)
@@ -74,15 +74,15 @@ class Sampling:
 
 
 def _positions(size: int, number: int) -> tuple[int, ...]:
-    """Irregular ones, so that no pattern of the model's can hide between them."""
+    """Irregular positions, so that no pattern of the model can hide between them."""
     ends = [size - 1, 0][:number]
-    # Seeded by the size: both captures choose the same positions without talking to each other.
+    # Seeded by the size: both captures choose the same positions without communication.
     middle = random.Random(size).sample(range(1, size - 1), number - len(ends))
     return tuple(sorted((*ends, *middle)))
 
 
 def statistics(array: np.ndarray) -> dict[str, object]:
-    """Of the whole array, for a reader without it; mean to largest are of the finite elements."""
+    """Statistics of the whole array, for a reader without it; mean to largest use only finite elements."""
     numbers: dict[str, object] = {"shape": list(array.shape), "dtype": array.dtype.name}
     if array.size:
         values = array.astype(np.float64).reshape(-1)

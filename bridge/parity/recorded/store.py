@@ -1,9 +1,9 @@
-"""Arrays on disk until they are asked for: what a run records is larger than the memory that a comparison needs.
+"""Arrays on disk until they are needed: a recorded run is larger than the memory that a comparison needs.
 
-One temporary file holds the arrays of one run. It has no name from the start, so nothing of it is left behind whatever
-ends the process. Each access maps an array read-only; it takes memory as long as somebody holds it.
+One temporary file holds the arrays of one run. The file is unnamed from the start, so nothing remains however the
+process ends. Each access maps an array read-only; the array takes memory while somebody holds it.
 
-The file lies in the folder for temporary files (``TMPDIR``), which must not be in memory itself.
+The file is in the folder for temporary files (``TMPDIR``), which must not be in memory itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import IO, Any
 import numpy as np
 
 LEAST = 2**15
-"""Bytes below which an array stays in memory: a map takes whole pages."""
+"""Arrays below this many bytes stay in memory: a map takes whole pages."""
 
 
 def trim_heap() -> None:
-    """Return to the system what was freed.
+    """Return freed memory to the system.
 
-    The C library keeps freed blocks for itself, and a run frees more than the next one needs. Does nothing where the C
-    library is another one than glibc.
+    The C library keeps freed blocks, and a run frees more than the next run needs. Does nothing if the C library is
+    not glibc.
     """
     trim = _trim()
     if trim is not None:
@@ -45,7 +45,7 @@ def _trim() -> Any:
 
 @dataclass(frozen=True)
 class Stored:
-    """An array in a file, which is open as long as this is."""
+    """An array in a file, which stays open as long as this object exists."""
 
     file: IO[bytes]
     offset: int
@@ -53,7 +53,7 @@ class Stored:
     dtype: np.dtype
 
     def array(self) -> np.ndarray:
-        """A read-only map of it."""
+        """A read-only map of the array."""
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         size = self.offset - start + int(np.prod(self.shape)) * self.dtype.itemsize
         return self._within(mmap.mmap(self.file.fileno(), size, access=mmap.ACCESS_READ, offset=start), start)
@@ -64,7 +64,7 @@ class Stored:
 
 
 def map_together(many: Sequence[Stored]) -> list[np.ndarray]:
-    """Arrays of one file by one map, which takes one file descriptor. Changes in place are seen nowhere else."""
+    """Arrays of one file in one map, which takes one file descriptor. Changes in place are private."""
     if not many:
         return []
     # One map for all: a process may hold 65,530 maps and often 1,024 descriptors, and a large model
@@ -82,14 +82,14 @@ class Store:
         self._known: dict[bytes, int] = {}
 
     def keep(self, array: np.ndarray) -> Stored | np.ndarray:
-        """Write an array of any dtype; a small one is returned as it is. ``OSError`` where the disk is full."""
+        """Write an array of any dtype; a small array is returned unchanged. ``OSError`` if the disk is full."""
         if array.nbytes < LEAST or array.nbytes == 0:
             return array
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        # What one module returns the next ones are given: many arrays come twice.
+        # A module's output is the next module's input: many arrays come twice.
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if self._file is None:
-            # The file has no name and outlives this call: the system frees it when nothing maps or holds it.
+            # The file has no name and outlives this call: the system frees it when no map or handle is left.
             self._file = tempfile.TemporaryFile(prefix="twinshard-parity-", buffering=0)  # noqa: SIM115 (see above)
         offset = self._known.get(digest)
         if offset is None:
@@ -100,7 +100,7 @@ class Store:
     def _write(self, file: IO[bytes], rest: memoryview) -> None:
         try:
             while rest:
-                # ``pwrite`` writes 2 GB at most in one call, and less where the disk is nearly
+                # ``pwrite`` writes at most 2 GB in one call, and less if the disk is nearly
                 # full.
                 done = os.pwrite(file.fileno(), rest, self._size)
                 self._size += done
@@ -111,18 +111,18 @@ class Store:
                 f"{tempfile.gettempdir()}: expected room for {len(rest)} more bytes of a recorded run, got "
                 f"{error.strerror}: set TMPDIR to a folder on a larger disk",
             ) from error
-        # A whole number of cache lines, as allocators give.
+        # Rounded up to whole cache lines, as allocators do.
         self._size += -self._size % 64
 
     def leaves(self, arrays: Mapping[str, np.ndarray] | None = None) -> StoredLeaves:
-        """A new mapping with these arrays in it."""
+        """A new mapping that contains these arrays."""
         leaves = StoredLeaves(self)
         leaves.update(arrays or {})
         return leaves
 
 
 class StoredLeaves(MutableMapping[str, np.ndarray]):
-    """Arrays by name: written when they are set, mapped read-only when they are asked for."""
+    """Arrays by name: written on assignment, mapped read-only on access."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -148,11 +148,11 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
         return len(self._kept)
 
     def location(self, name: str) -> Stored | np.ndarray:
-        """Where an array is, or the array if it is in memory."""
+        """The place of an array in the file, or the array itself if it is in memory."""
         return self._kept[name]
 
     def file_location(self, name: str) -> Stored:
-        """Where an array is. ``KeyError`` for one that is in memory."""
+        """The place of an array in the file. ``KeyError`` for an array in memory."""
         kept = self._kept[name]
         if not isinstance(kept, Stored):
             raise KeyError(f"{name}: expected an array in a file, got one of {kept.nbytes} bytes in memory")
@@ -160,11 +160,11 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
 
     @property
     def resident(self) -> int:
-        """Bytes that are in memory."""
+        """Bytes in memory."""
         return sum(kept.nbytes for kept in self._kept.values() if isinstance(kept, np.ndarray))
 
     def select(self, names: Mapping[str, object]) -> StoredLeaves:
-        """Those among ``names``, in that order, without another copy."""
+        """The arrays among ``names``, in the order of ``names``, without another copy."""
         selected = StoredLeaves(self._store)
         selected._kept = {name: self._kept[name] for name in names if name in self._kept}
         return selected

@@ -5,8 +5,8 @@
                             and which call each belongs to
       trace.json            the same without the arrays, with their statistics, for a reader
 
-A trace is a ``Side``, too: it gives its recorded runs. It cannot run a module again, so a comparison of traces shows
-where differences lie and where they begin, but not whether a module after the first one is innocent.
+A trace is also a ``Side``: it returns its recorded runs. It cannot run a module again, so a comparison of traces shows
+where differences are and where they begin, but not whether a module after the first fault is correct.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORMAT = "twinshard trace 2"
 _HEADER, _READABLE = "twinshard.trace", "trace.json"
 _GROUPS = ("inputs", "outputs", "gradients")
 _ROUNDINGS = 2.0
-"""Two runs in the compute dtype are each off by one rounding."""
+"""Two runs in the compute dtype each contain one rounding."""
 
 
 class TraceError(Exception):
@@ -48,7 +48,7 @@ class TraceError(Exception):
 
 
 class NotRecorded(Exception):
-    """A trace was asked for something that it does not hold, such as a module on other inputs."""
+    """The caller asked a trace for something that it does not contain, such as a module on other inputs."""
 
 
 def write_trace(
@@ -62,8 +62,8 @@ def write_trace(
 ) -> None:
     """Run a side on ``batch`` and write everything that a comparison needs to the new directory ``path``.
 
-    ``steps``: of training, 0 for none. ``samples``: see ``Sampling``. Raises ``TraceError`` where ``path`` exists,
-    ``ValueError`` for a dtype that is none of those that can be tested, and as ``Sampling.of``.
+    ``steps``: of training, 0 for none. ``samples``: see ``Sampling``. Raises ``TraceError`` if ``path`` exists,
+    ``ValueError`` for a dtype that cannot be tested, and the errors of ``Sampling.of``.
     """
     dtype = checked_dtype(dtype, steps)
     check_new(path)
@@ -72,14 +72,14 @@ def write_trace(
 
 
 def check_new(path: str | os.PathLike[str]) -> None:
-    """Raise ``TraceError`` for a path where something is."""
+    """Raise ``TraceError`` for a path that exists."""
     if Path(path).exists():
         raise TraceError(f"{path}: expected no file or directory, found one")
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What a trace will hold. ``statistics``: of the arrays before samples were taken of them."""
+    """The content of a future trace. ``statistics``: of the arrays before sampling."""
 
     header: Mapping[str, Any]
     arrays: Leaves
@@ -95,7 +95,7 @@ class Capture:
         steps: int = 3,
         samples: Mapping[int, int] | None = None,
     ) -> Capture:
-        """Run a side in ``dtypes``, of which the last is the compute dtype."""
+        """Run a side in ``dtypes``; the last one is the compute dtype."""
         weights = side.weights()
         sampling = Sampling.of(samples, weights)
         arrays: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
@@ -139,9 +139,9 @@ class Capture:
         return cls(header, arrays, numbers, sampling)
 
     def write(self, path: str | os.PathLike[str], batch: Leaves, notes: Sequence[str] = ()) -> None:
-        """Write the trace with the arrays of its batch, and with what a report of it must say.
+        """Write the trace with the arrays of its batch, and with notes for its report.
 
-        ``ValueError`` for a size of samples that no array has.
+        ``ValueError`` for a sample size that no array has.
         """
         shapes = {size for numbers in self.statistics.values() for size in numbers["shape"]}
         for size in map(int, list(self.header["samples"])[:2]):
@@ -207,14 +207,14 @@ class TraceSide(OneRecording):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> TraceSide:
-        """Raises ``TraceError`` for what is no trace."""
+        """Raises ``TraceError`` for a directory that is no trace."""
         folder = Path(path)
         try:
-            # A trace travels between machines, and half of an upload would be compared as zeros.
+            # A trace travels between machines; without this check, half an upload would be compared as zeros.
             problems = verify(folder).problems
             if problems:
                 raise TraceError(
-                    f"{folder}: expected a trace as it was written: {problems[0].where}: {problems[0].text}; capture "
+                    f"{folder}: expected an unchanged trace: {problems[0].where}: {problems[0].text}; capture "
                     "it again"
                 )
             with open_checkpoint(folder) as reader:
@@ -232,25 +232,25 @@ class TraceSide(OneRecording):
     def has_float64(self) -> bool:
         """Whether there is a run in float64.
 
-        If not, the run in the compute dtype stands for it, and how much that one rounded is not known: the floor is
-        then the other side's, or ``_ROUNDINGS`` of the compute dtype's epsilon, which the values given for the compute
-        dtype are off.
+        If not, the run in the compute dtype replaces it, and its own rounding is unknown: then the floor is the other
+        side's, or ``_ROUNDINGS`` of the compute dtype's epsilon. The values that are returned for the compute dtype are
+        off by this amount.
         """
         return "float64" in self.header["runs"]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report of this trace must say."""
+        """Notes that a report of this trace must show."""
         return tuple(self.header["notes"])
 
     @property
     def samples(self) -> Mapping[str, Sequence[int]]:
-        """Positions that were kept of axes, by the size of the axis; see ``Sampling``."""
+        """The positions kept on axes, by the size of the axis; see ``Sampling``."""
         samples: Mapping[str, Sequence[int]] = self.header["samples"]
         return samples
 
     def batch(self) -> dict[str, np.ndarray]:
-        """The arrays of the batch, by their places in it."""
+        """The arrays of the batch, by their place in the batch."""
         return {name: self.arrays[f"batch:{name}"] for name in self.header["batch"]}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -268,7 +268,7 @@ class TraceSide(OneRecording):
         return (*self.header.get("left_out", ()), *missing)
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """The recorded run; the batch is that of the trace. See ``has_float64``."""
+        """The recorded run; the batch is always the trace's. See ``has_float64``."""
         recorded = self._recorded(dtype, "runs")
         run, prefix = self.header["runs"][recorded], f"{recorded}:"
         calls = []
@@ -299,12 +299,12 @@ class TraceSide(OneRecording):
         between = (
             {name: f"{recorded}:step {step}:{name}" for name in buffers} for step in range(2, len(losses))
         )
-        # Traces of older versions hold no buffers of steps between.
+        # Traces of older versions have no buffers of intermediate steps.
         kept = [{name: key for name, key in keys.items() if key in self.arrays} for keys in between]
         return Training(losses, first, last, tuple(self._leaves(keys, dtype) for keys in kept))
 
     def _recorded(self, dtype: str, what: str) -> str:
-        """The dtype of the recorded run that is the one in ``dtype``, or stands for it."""
+        """The dtype of the recorded run that has ``dtype``, or replaces it."""
         if dtype in self.header[what] or (dtype == "float64" and not self.has_float64):
             return dtype if dtype in self.header[what] else self.dtype
         recorded = ", ".join(self.header[what]) or "none"
@@ -316,7 +316,7 @@ class TraceSide(OneRecording):
         leaves = {leaf: self.arrays[key] for leaf, key in keys.items()}
         if self.has_float64 or dtype == "float64":
             return leaves
-        # The values themselves would make a floor of zero, and any difference a fault.
+        # Returning the values themselves would make a floor of zero, and any difference a fault.
         factor = 1 + _ROUNDINGS * epsilon(self.dtype)
         return {
             leaf: array if array.dtype.kind in "iub" else array.astype(np.float64) * factor
@@ -345,7 +345,7 @@ def _keep_run(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dic
 
 
 def batch_leaves(batch: Any, where: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays and numbers of a batch; what is neither is left out."""
+    """Arrays and numbers of a batch; other values are left out."""
     if isinstance(batch, Mapping | list | tuple):
         items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for key, value in items:

@@ -1,4 +1,4 @@
-"""What pictures of errors have in common: a log axis with places for 0, inf and NaN, and names short enough to read."""
+"""Shared parts of the pictures of errors: a log axis with places for 0, inf and NaN, and names that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULE_STAGES = ("forward", "precision", "backward")
 class Axis:
     """A log axis from ``10**low`` to ``10**high``, in fractions of its length from the foot.
 
-    A log axis has no place for 0, inf and NaN: each that occurs gets a lane of its own, below or above the decades.
+    A log axis has no place for 0, inf and NaN: each one that occurs gets its own lane, below or above the decades.
     """
 
     low: int
@@ -30,7 +30,7 @@ class Axis:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Axis:
-        """For the errors and floors of rows."""
+        """The axis for the errors and floors of rows."""
         errors = [row.error for row in rows]
         values = [*errors, *(row.floor for row in rows), *(row.floor * FACTOR for row in rows)]
         logs = [math.log10(value) for value in values if 0 < value < math.inf]
@@ -45,7 +45,7 @@ class Axis:
         )
 
     def place(self, value: float) -> float:
-        """Where a value lies: always a finite number between 0 and 1."""
+        """The position of a value: always a finite number between 0 and 1."""
         if math.isnan(value):
             return 1 - _LANE / 4
         if value == math.inf:
@@ -57,9 +57,9 @@ class Axis:
         return bottom + (top - bottom) * min(max(part, 0.0), 1.0)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and labels, from the foot."""
+        """Positions and labels, from the foot."""
         step = math.ceil((self.high - self.low) / _MOST_TICKS)
-        # 10.0**-324 and 10.0**309 are no float64.
+        # 10.0**-324 and 10.0**309 are not float64 numbers.
         decades = [power for power in range(self.low, self.high + 1, step) if -324 < power < 309]
         found = [(self.place(10.0**power), f"1e{power}") for power in decades]
         lanes = ((self.zero, 0.0, "0"), (self.infinite, math.inf, "inf"), (self.nan, math.nan, "nan"))
@@ -67,7 +67,7 @@ class Axis:
 
 
 def shown(name: str, most: int = 0) -> str:
-    """A name from a model for a page or a picture: one of many after the first, the end of one too long.
+    """A model's name for a page or a picture: of several names, the first and the last; of a long name, the end.
 
     ``most``: characters; 0 for any number.
     """
@@ -88,7 +88,7 @@ def place_of(row: Row, most: int = 0) -> str:
 
 
 def thinned(count: int, most: int) -> range:
-    """Indices of at most ``most`` of ``count`` things, evenly apart."""
+    """Indices of at most ``most`` of ``count`` things, evenly spaced."""
     return range(0, count, max(1, math.ceil(count / most)))
 
 

@@ -44,14 +44,14 @@ _HEADINGS = (
     *("largest at", *_NUMBERS[6:], "layout", "note", "cause"),
 )
 _MOST_OPEN = 200
-"""Rows of a stage that differs, up to which its table is open at first."""
+"""A stage that differs has its table open at first, up to this many rows."""
 _LOWEST, _HIGHEST = -3, 6
 """Decades of ratios."""
 _BINS = ("0", "less", *(f"1e{power}" for power in range(_LOWEST, _HIGHEST + 1)), "inf", "nan")
 
 
 def write_html(report: ParityReport, path: Path) -> None:
-    """Write ``report`` to ``path``, UTF-8. Names may be anybody's: all of them are escaped."""
+    """Write ``report`` to ``path`` in UTF-8. All names are escaped, since anybody may have chosen them."""
     path.write_text(page(report), encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def page(report: ParityReport) -> str:
 
 
 def _sections(report: ParityReport) -> Iterator[tuple[str, str]]:
-    yield "first", "Where the two first part"
+    yield "first", "Where the two first diverge"
     yield "modules", "Modules"
     yield "depth", "Errors over depth"
     if report.rows:
@@ -135,7 +135,7 @@ def _charts(report: ParityReport) -> Iterator[tuple[str, Sequence[Row], str]]:
 
 
 def histogram(rows: Sequence[Row]) -> list[list[int]]:
-    """For each bin of ratios, how many rows are the same and how many beyond rounding."""
+    """For each bin of ratios, the number of rows that are the same and the number beyond rounding."""
     counts = [[0, 0] for _ in _BINS]
     for row in rows:
         counts[_bin(row.ratio)][row.counts] += 1

@@ -1,4 +1,4 @@
-"""What a row of the report says on a page: numbers, colours, facts."""
+"""The numbers, colours and facts of a report's row, as a page shows them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def shade(ratio: float) -> str:
 
 
 def alone(row: Row) -> str:
-    """The ratio when the module runs on torch's inputs; empty where that was not asked."""
+    """The ratio when the module runs on torch's inputs; empty if it did not."""
     return "" if math.isnan(row.local) else times(row.local)
 
 
 def facts_of(row: Row, below: str | None) -> list[tuple[str, str]]:
-    """Everything that a row says: labels and values. ``below``: a heading that names the module."""
+    """All facts of a row: labels and values. ``below``: a heading that already names the module."""
     headed = row.name == below
     pairs = [
         ("stage", row.stage),

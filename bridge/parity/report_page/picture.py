@@ -1,4 +1,4 @@
-"""Errors over depth as a picture: forward and gradients of modules above what rounding explains."""
+"""Errors over depth as a picture: outputs and gradients of modules over the floor of rounding."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MARKS: dict[Verdict, tuple[str, str, float]] = {
 _MOST_LABELS = 28
 _MOST_NAMED = 8
 MOST_NUMBERED = 30
-"""Introduced places that a page numbers."""
+"""The number of introduced places that get a number on a page."""
 _LONGEST = 34
 _FOOT = -0.03
-"""The end of the error axis, with room for marks at its least value."""
+"""The end of the error axis, with room for marks at the lowest value."""
 
 
 def write_picture(report: ParityReport, path: Path) -> None:
@@ -58,7 +58,7 @@ def depth_figure(rows: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.8, 4.5))
-    # Fixed margins with room for the longest label, since to measure every label takes as long as to draw the figure.
+    # Fixed margins with room for the longest label, because measuring every label takes as long as drawing the figure.
     figure.subplots_adjust(left=0.14, right=0.99, top=0.99, bottom=0.38)
     _panel(figure.subplots(), rows, "", MOST_NUMBERED)
     return figure
@@ -74,7 +74,7 @@ def tips_of(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> None:
-    """``numbered``: how many introduced places have numbers; 0: those that have names beside it."""
+    """``numbered``: how many introduced places get numbers; 0: the places get names next to the panel."""
     panel.set_title(title, loc="left", fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
     axis = Axis.of(rows)
@@ -84,7 +84,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
         (1.0, "rounding explains it", "#c9d3de"),
     ):
         tops = [0.0 if math.isnan(row.floor) else axis.place(row.floor * factor) for row in rows]
-        # The band reaches as far left and right as the panel, also for one row.
+        # The band extends over the full width of the panel, even for one row.
         panel.fill_between(
             [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]],
             tops + tops[-1:],
@@ -132,7 +132,7 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
 
 
 def _number_introduced(panel: Axes, rows: Sequence[Row], axis: Axis, most: int) -> None:
-    """Numbers above the panel, none over another one."""
+    """Put numbers above the panel, without overlap."""
     taken = -math.inf
     for count, x in enumerate(_introduced(rows)[:most], 1):
         panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b84a00", lw=0.8, ls=":")
@@ -146,7 +146,7 @@ def _introduced(rows: Sequence[Row]) -> list[int]:
 
 
 def _name_introduced(panel: Axes, rows: Sequence[Row]) -> None:
-    """The names of the first places beside the panel."""
+    """Put the names of the first places next to the panel."""
     begin = _introduced(rows)
     names = [
         f"{count}  {_plain(place_of(rows[x], _LONGEST))}" for count, x in enumerate(begin[:_MOST_NAMED], 1)
@@ -166,5 +166,5 @@ def _name_introduced(panel: Axes, rows: Sequence[Row]) -> None:
 
 
 def _plain(name: str) -> str:
-    """The font has no more than the letters of some alphabets."""
+    """Replace characters that the font lacks: it covers the letters of a few alphabets only."""
     return name.replace("…", "..").encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""The result of a comparison: rows by stage, what came first, what was not compared; as a table and as JSON."""
+"""The result of a comparison: rows by stage, the first difference, what was not compared; as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import shown
 
 VERSION = 1
-"""Of the report as JSON; see `JSON_VERSION` of the commands."""
+"""Version of the report's JSON; see `JSON_VERSION` of the commands."""
 _SHOWN = 8
 
 
@@ -34,16 +34,16 @@ class Revealed:
 
 @dataclass(frozen=True, repr=False)
 class ParityReport(Viewed):
-    """What ``parity`` found.
+    """The result of ``parity``.
 
     ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called
-    and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one; ``torch_buffers``,
-    ``jax_buffers``: buffers without one, and ``changed_buffers``: those of both that the forward changes;
-    ``dropped_buffers``: that the mapping drops; ``left_out``: state that cannot be compared, a phrase each.
+    and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without a partner; ``torch_buffers``,
+    ``jax_buffers``: buffers without a partner, and ``changed_buffers``: buffers of both that the forward changes;
+    ``dropped_buffers``: buffers that the mapping drops; ``left_out``: state that cannot be compared, one phrase each.
 
-    ``dtype``: the compute dtype under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of
-    the self-test. ``order``: why rows in another order say nothing of rounding, "" where they do. ``notes``: on what
-    all rows are of, such as samples.
+    ``dtype``: the compute dtype under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``:
+    results of the self-test. ``order``: why the run with reordered rows says nothing about rounding, "" if it does.
+    ``notes``: facts about all rows, such as samples.
     """
 
     rows: tuple[Row, ...]
@@ -74,8 +74,8 @@ class ParityReport(Viewed):
 
     @property
     def not_compared(self) -> tuple[str, ...]:
-        """What should have been compared and was not, a phrase each: see ``--strict``. Modules without parameters, and
-        buffers that the forward leaves as they are, may lack a partner: their values show in outputs."""
+        """Things that should have been compared and were not, one phrase each: see ``--strict``. Modules without
+        parameters, and buffers that the forward does not change, may lack a partner: their values show in outputs."""
         found = []
         for what, names in (("torch", self.torch_parameters), ("JAX", self.jax_parameters)):
             if names:
@@ -86,7 +86,7 @@ class ParityReport(Viewed):
         if unknown:
             found.append(f"the outputs of {first_of(unknown)}")
         if not self.stage("forward"):
-            found.append("modules, of which no two are partners")
+            found.append("modules, because no two are partners")
         if not self.stage("loss"):
             found.append("losses")
         if not self.stage("gradients"):
@@ -95,11 +95,11 @@ class ParityReport(Viewed):
 
     @property
     def complete(self) -> bool:
-        """Whether all that should have been compared was."""
+        """Whether everything was compared that should have been."""
         return not self.not_compared
 
     def conclusion(self) -> str:
-        """One sentence that says what was not compared; empty where everything was."""
+        """One sentence that says what was not compared; empty if everything was compared."""
         found = self.not_compared
         return f"not compared ({len(found)}): {'; '.join(found)}" if found else ""
 
@@ -108,19 +108,19 @@ class ParityReport(Viewed):
 
     @property
     def introduced(self) -> tuple[Row, ...]:
-        """The places where a difference begins: weights that differ, then modules, in the order of computing."""
+        """The places where a difference begins: weights that differ, then modules, in the order of computation."""
         weights = [row for row in self.stage("weights") if row.counts]
         return (*weights, *(row for row in self.rows if row.verdict == "introduced"))
 
     @property
     def first_divergence(self) -> Row | None:
-        """The first place where the two part: None where they are the same."""
+        """The first place where the two models diverge; None if they are the same."""
         if self.introduced:
             return self.introduced[0]
         return next((row for row in self.rows if row.counts), None)
 
     def summary(self) -> str:
-        """One sentence or two, for a person."""
+        """One or two sentences for a person."""
         first = self.first_divergence
         compared = ", ".join(f"{len(self.stage(stage))} {stage}" for stage in STAGES if self.stage(stage))
         if first is None:
@@ -133,9 +133,9 @@ class ParityReport(Viewed):
         of = "buffers" if first.kind == BUFFER else "weights"
         words = {
             "weights": f"The {of} differ: {where}",
-            "forward": f"The models first part in {where} ({first.kind}), in forward",
-            "backward": f"The models first part in {where} ({first.kind}), in backward",
-            "precision": f"The models part in {where} ({first.kind}), in the precision of {self.dtype}",
+            "forward": f"The models first diverge in {where} ({first.kind}), in forward",
+            "backward": f"The models first diverge in {where} ({first.kind}), in backward",
+            "precision": f"The models diverge in {where} ({first.kind}), in the precision of {self.dtype}",
             "buffers": f"The buffers after the forward differ: {where}",
             "loss": "The models' outputs are the same, the losses differ",
             "gradients": f"The gradients differ: {where}",
@@ -153,7 +153,7 @@ class ParityReport(Viewed):
         return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}{self._state_left_out()}"
 
     def _state_left_out(self) -> str:
-        """A sentence on state that was neither copied nor compared; empty where all was."""
+        """A sentence about state that was neither copied nor compared; empty if there is none."""
         found = [
             f"{what}{first_of(names)}"
             for what, names in (
@@ -167,7 +167,7 @@ class ParityReport(Viewed):
         return f" Neither copied nor compared: {'; '.join(found)}." if found else ""
 
     def remarks(self) -> Iterator[str]:
-        """What was not compared, and what this batch could not have shown: a line each, none where all is well."""
+        """What was not compared, and which faults this batch would hide: one line each, none if all is well."""
         yield from self.notes
         for what, names in (
             ("torch modules without a partner", self.torch_only),
@@ -196,7 +196,7 @@ class ParityReport(Viewed):
             yield f"  not shown: {one.module or '(model)'}, {one.fault} (ratio {one.ratio:.2g})"
 
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
-        """A heading and the rows that matter: where differences begin, then the largest others, the first first."""
+        """A heading and the rows that matter: where differences begin, then the largest others, in order."""
         heading = (
             *("verdict", "stage", "torch", "jax", "ratio", "alone"),
             *("error", "floor", "max ULP", "cosine", "cause"),
@@ -250,6 +250,6 @@ def _number(value: float) -> str:
 
 
 def by_stage(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows in the order of the stages, otherwise as they are."""
+    """Rows in the order of the stages, otherwise in the given order."""
     order = {stage: number for number, stage in enumerate(STAGES)}
     return tuple(sorted(rows, key=lambda row: order[row.stage]))

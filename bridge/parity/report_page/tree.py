@@ -1,4 +1,4 @@
-"""The torch model as a tree of module paths, with what was found in each module."""
+"""The torch model as a tree of module paths, with the findings in each module."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bridge.parity.report_page.depth import MODULE_STAGES, worst
 from bridge.parity.report_page.report import ParityReport
 
 _MOST_DEPTH = 40
-"""Browsers flatten what is nested deeper than some hundred elements."""
+"""Browsers flatten elements that are nested deeper than some hundred levels."""
 _MOST_OPEN = 24
-"""Places whose way from the root is open at first."""
+"""The path from the root is open at first for this many places."""
 
 
 @dataclass
 class Node:
-    """A module path. ``modules``: rows of its calls; ``parameters``: of what it owns, or of what lies below it."""
+    """A module path. ``modules``: rows of its calls; ``parameters``: rows of its own parameters, or of those below."""
 
     path: str
     label: str
@@ -46,48 +46,48 @@ class Node:
 
     @property
     def style(self) -> str:
-        """A class of the page: whether a difference begins here, or none is here or inside."""
+        """A class of the page: a difference begins here, or no difference is here or inside."""
         if not self.beyond:
             return "quiet"
         return "begin" if any(row.verdict == "introduced" for row in self.rows) else "plain"
 
     @property
     def worst_output(self) -> Row | None:
-        """Of the module's own rows; those of forward, if there are any."""
+        """The module's own row with the largest ratio, from forward rows if there are any."""
         return worst(row for row in self.modules if row.stage == "forward") or worst(self.modules)
 
     @property
     def kind(self) -> str:
-        """The module's class, "" where nothing says it."""
+        """The module's class, "" if it is unknown."""
         return next((row.kind for row in self.modules if row.kind), "")
 
     @property
     def partner(self) -> str:
-        """The path of the JAX module, "" where there is none."""
+        """The path of the JAX module, "" if there is none."""
         return next((row.partner or "(model)" for row in self.modules), "")
 
     def chips(self) -> Iterator[tuple[Row, str]]:
-        """The row that matters most of forward, backward and parameters, each with its words."""
+        """The most important row of forward, backward and parameters, each with its words."""
         for rows in (
             [row for row in self.modules if row.stage == "forward"],
             [row for row in self.modules if row.stage == "backward"],
             self.parameters,
         ):
-            # Where a difference begins is said even if a difference from elsewhere is larger.
+            # The begin of a difference is named even if an inherited difference is larger.
             row = worst([row for row in rows if row.verdict == "introduced"] or rows)
             if row is not None:
                 single = row.stage in MODULE_STAGES or len(self.parameters) == 1
                 yield row, row.stage if single else f"worst of {row.stage}"
 
     def walk(self) -> Iterator[Node]:
-        """The node and those below it, the outer first."""
+        """The node and the nodes below it, outer nodes first."""
         yield self
         for child in self.children.values():
             yield from child.walk()
 
 
 def tree_of(report: ParityReport) -> Node:
-    """The root. Modules stand in the order in which they compute."""
+    """The root. Modules are in the order in which they compute."""
     root = Node("", "(model)")
     modules = [row for stage in MODULE_STAGES for row in report.rows if row.stage == stage]
     for row in modules:
@@ -120,7 +120,7 @@ def _at(root: Node, name: str) -> Node:
 
 
 def _owner(name: str) -> str:
-    """The module of a parameter; of many, the one that has all of them inside."""
+    """The module of a parameter; for several names, the module that contains all of them."""
     owners = [path.split(".")[:-1] for path in name.split(", ")]
     common = []
     for parts in zip(*owners, strict=False):

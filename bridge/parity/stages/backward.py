@@ -1,7 +1,7 @@
 """Gradients of partner modules and parameters, and which module's backward a difference comes from.
 
-A module alone is given torch's inputs and torch's gradient of its output, on both sides. A forward that differs makes
-gradients differ, too, so a backward is blamed only where neither the module nor a module inside of it was blamed
+On both sides a module alone gets torch's inputs and torch's gradient of its output. A forward that differs also makes
+gradients differ, so a backward is blamed only if neither the module nor a module inside it was blamed
 before.
 """
 
@@ -25,7 +25,7 @@ from bridge.parity.stages.forward import Forward
 def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) -> Iterator[Row]:
     """A row for each JAX parameter: the loss's gradient, torch's in the JAX layout.
 
-    ``least``: what rounding is known to do to a parameter's gradient, by JAX name.
+    ``least``: the known effect of rounding on a parameter's gradient, by JAX name.
     """
     high, low = (weights.to_jax(run.gradients, gradients=True) for run in (runs.torch_high, runs.torch_low))
     for name, jax_high in runs.jax_high.gradients.items():
@@ -41,7 +41,7 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
-    """A row for each floating output leaf of each pair of calls: the loss's gradient by it, from the last call on."""
+    """A row for each floating output leaf of each pair of calls: its gradient, from the last call backwards."""
     for pair in reversed(pairs):
         for name, jax_name, way in pair.outputs:
             if name not in pair.torch.gradients or jax_name not in pair.jax.gradients:
@@ -53,9 +53,9 @@ def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
 
 
 def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[float, str]:
-    """The largest ratio among the gradients of inputs and own parameters, and which one it was.
+    """The largest ratio among the gradients of inputs and own parameters, and the name of that gradient.
 
-    NaN where the module's output has no gradient, or where the module cannot be run alone.
+    NaN if the module's output has no gradient, or if the module cannot run alone.
     """
     cotangents = {
         name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients
@@ -75,7 +75,7 @@ def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[floa
             runs.jax.rerun(dtype, jax_path, number, jax_inputs, cotangents=jax_cotangents)
             for dtype in ("float64", runs.dtype)
         )
-    # A module that cannot be called alone is no fault of the model.
+    # A module that cannot be called alone is not a fault of the model.
     except Exception as error:
         return math.nan, f"not run alone: {type(error).__name__}: {error!s:.200}"
     worst, note = 0.0, ""
@@ -94,7 +94,7 @@ Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | No
 
 
 def _inputs(pair: CallPair, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun) -> Iterator[Compared]:
-    """Inputs that are one tensor have one gradient, the sum: a side may be given it once, and the other three times."""
+    """Inputs that are one tensor have one gradient, the sum: a side may get the tensor once, the other three times."""
     jax_inputs = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
     for name, other, way in pair.inputs:
         if name in high.input_gradients and other in jax_high.input_gradients:
@@ -112,7 +112,7 @@ def _inputs(pair: CallPair, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: R
 
 
 class _Summed(NamedTuple):
-    """The gradient of a tensor, in both dtypes, and where it is known."""
+    """The gradient of a tensor, in both dtypes, and the elements where it is known."""
 
     high: np.ndarray
     low: np.ndarray | None
@@ -120,7 +120,7 @@ class _Summed(NamedTuple):
 
 
 def _summed(name: str, inputs: Leaves, high: Rerun, low: Rerun) -> _Summed:
-    """The gradient of an input, with those of inputs that are the same tensor or a part of it."""
+    """The gradient of an input, summed with the gradients of inputs that are the same tensor or a part of it."""
     whole = inputs[name]
     total = high.input_gradients[name].astype(np.float64)
     coarse = low.input_gradients.get(name)
@@ -138,9 +138,9 @@ def _summed(name: str, inputs: Leaves, high: Rerun, low: Rerun) -> _Summed:
 
 
 class Places(NamedTuple):
-    """Where the elements of a part are in a whole: ``taken`` of the part at ``target`` of the whole, both flat.
+    """The places of a part's elements in a whole: element ``taken`` of the part is at ``target`` of the whole, flat.
 
-    ``ambiguous``: elements of the whole that may or may not be meant, since others hold the same number.
+    ``ambiguous``: elements of the whole that cannot be assigned, since others hold the same number.
     """
 
     target: np.ndarray
@@ -161,7 +161,7 @@ def places_in(whole: np.ndarray, part: np.ndarray) -> Places | None:
     if not np.array_equal(numbers[rank], flat):
         return None
     single = counts[rank] == 1
-    # Zeros and ones are in many arrays: most numbers must be found in one place.
+    # Zeros and ones occur in many arrays: most numbers must be found in exactly one place.
     if 2 * int(single.sum()) <= flat.size:
         return None
     ambiguous = np.flatnonzero(np.isin(whole.reshape(-1), flat[~single]))
@@ -171,7 +171,7 @@ def places_in(whole: np.ndarray, part: np.ndarray) -> Places | None:
 def _parameters(
     weights: WeightMap, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun
 ) -> Iterator[Compared]:
-    """Those that one torch parameter, or some, make whole; layers of a stack count as parameters of their own."""
+    """Parameters that one or several torch parameters complete; layers of a stack count as separate parameters."""
     translated, translated_low = (weights.parts_to_jax(run.gradients, gradients=True) for run in (high, low))
     for name, gradient in jax_high.gradients.items():
         key = _key(name, weights)
@@ -188,7 +188,7 @@ def _parameters(
 
 
 def _key(name: str, weights: WeightMap) -> Key:
-    """The parameter, or the layer of a stack where a name has a number that no parameter's name has."""
+    """The parameter, or the layer of a stack if a name has a number that is in no parameter's name."""
     if name in weights.sources:
         return name, ()
     parts = name.split("/")
@@ -202,7 +202,7 @@ def _key(name: str, weights: WeightMap) -> Key:
 def innermost_suspects(
     suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]
 ) -> set[int]:
-    """Those of the suspects inside of which no other pair is suspected, in either direction. All are indices."""
+    """Suspects without another suspected pair inside, in forward or backward. All are indices."""
     index = {id(pair.torch): number for number, pair in enumerate(pairs)}
     explained = set()
     for number in suspects | faulty:
@@ -217,10 +217,10 @@ def innermost_suspects(
 def suspects_without_reruns(
     rows: Sequence[Row], gradients: Sequence[Row], pairs: Sequence[CallPair], local: Mapping[int, float]
 ) -> set[int]:
-    """Indices of pairs that could not run alone, such as taps, and in which a difference of gradients begins.
+    """Indices of pairs that could not run alone, such as taps, in which a difference of gradients begins.
 
-    The gradients of their outputs agree, and those of their parameters or of what they were given do not. Only for
-    models whose forward agrees: a difference of values makes gradients differ anywhere.
+    The gradients of their outputs agree, but the gradients of their parameters or inputs do not. Only for models whose
+    forward agrees: a difference of values makes gradients differ anywhere.
     """
     differing = {(row.name, row.call) for row in rows if row.counts}
     agreeing = {(row.name, row.call) for row in rows} - differing
@@ -240,7 +240,7 @@ def suspects_without_reruns(
 
 
 def _one_sided_gradient(pair: CallPair) -> bool:
-    """Whether the loss depends on an output on one side only; such an output has no row."""
+    """Whether the loss depends on an output on only one side; such an output has no row."""
     return any(
         (name in pair.torch.gradients) != (other in pair.jax.gradients)
         and bool(np.any(pair.torch.gradients.get(name, pair.jax.gradients.get(other))))
@@ -259,7 +259,7 @@ def _gives(giver: Call, taker: Call) -> bool:
 
 
 def without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Forward) -> list[Row]:
-    """Gradients of modules whose share another one has are no twins of each other."""
+    """The verdict is "same" for gradients of modules whose difference another one compensates: they are not twins."""
     names = {(pairs[n].modules.torch, pairs[n].number): where for n, where in forward.shifted.items()}
     return [
         replace(row, verdict="same", note=f"made up for in {names[row.name, row.call]}")
@@ -278,7 +278,7 @@ def with_blame(
     forward: Forward,
 ) -> list[Row]:
     index_of = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
-    # Also of modules that were acquitted because what they were given without a twin was wrong.
+    # Also modules that were acquitted because an input without a twin was wrong.
     faulty = {
         index_of[row.name, row.call]
         for row in forward.rows

@@ -1,10 +1,10 @@
 """All stages of the comparison of two sides: weights, forward, buffers, loss, backward, gradients, update, steps.
 
-One more run of each side in the compute dtype has the rows of the batch in another order. Sums over the batch are then
-rounded otherwise. So the distance of the two runs' gradients is a second estimate of what rounding does, besides the
-distance from float64, and the floor is the larger of both. A loss that is a sum or a mean over rows has the same
-gradients in any order; where they change by more than rounding can explain, something takes a row's place for its
-content, and the run is no estimate.
+Each side also runs once in the compute dtype with the rows of the batch in another order, so that sums over the batch
+round differently. The distance of the two runs' gradients is a second estimate of rounding, in addition to the
+distance from float64. The floor is the larger of the two. A loss that is a sum or a mean over rows has the same
+gradients in any order. If they change by more than rounding can explain, some code depends on the position of a row,
+and the run is no estimate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compare_sides(
     steps: int = 3,
     progress: Progress | None = None,
 ) -> ParityReport:
-    """Compare everything. ``steps``: of training, 0 for none; ``module_pairs``: known partners, JAX by torch."""
+    """Compare everything. ``steps``: of training, 0 for none; ``module_pairs``: known partners, JAX by torch path."""
     say = progress or (lambda _: None)
     begun = time.monotonic()
     say("weights")
@@ -54,7 +54,7 @@ def compare_sides(
     rows = list(weight_rows(*start, weights))
     run = _one_run(torch, jax, batch, weights, dtype, module_pairs, say, start)
     rows += run.rows
-    # Training needs the room of the copies and calls that reruns needed; the heap keeps what was freed in small pieces.
+    # Training needs the memory of reruns' copies and calls. The heap keeps memory that is freed in small pieces.
     for side in (torch, jax):
         side.forget()
     trim_heap()
@@ -81,7 +81,7 @@ def compare_sides(
 
 @dataclass(frozen=True)
 class _RunRows:
-    """What one forward and backward of both sides showed. ``changed_buffers``: those without a partner."""
+    """The findings of one forward and backward of both sides. ``changed_buffers``: without a partner."""
 
     rows: Sequence[Row]
     modules: Modules
@@ -100,7 +100,7 @@ def _one_run(
     say: Progress,
     start: tuple[Leaves, Leaves],
 ) -> _RunRows:
-    """Forward, buffers, loss and gradients. The recorded runs, which are large, end with this call.
+    """Forward, buffers, loss and gradients. The recorded runs are large, and are freed at the end of this call.
 
     ``start``: torch's and JAX's weights and buffers.
     """
@@ -110,7 +110,7 @@ def _one_run(
     pairs = with_right_inputs(runs, runs.pairs(modules, weights))
     say(f"{len(pairs)} modules, each alone")
     forward = compare_forward(runs, pairs)
-    say("rows in another order")
+    say("batch rows in another order")
     order = rerun_reordered(runs, batch, weights)
     rows = [*forward.rows, *buffer_rows(runs, weights, start), *loss_rows(runs, order.loss)]
     gradients = list(gradient_rows(runs, weights, order.gradients))
@@ -125,14 +125,14 @@ def _one_run(
 
 
 def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]:
-    """A row for each JAX parameter or buffer; more than a rounding of its dtype counts."""
+    """A row for each JAX parameter or buffer; a difference above one rounding of its dtype counts."""
     translated = weights.to_jax(torch)
     for name, jax_values in jax.items():
         if name not in translated:
             continue
         twin = translated[name]
         whole = {twin.dtype.kind, jax_values.dtype.kind} & set("iub")
-        # Of two dtypes the coarser one: a float32 copy of bfloat16 weights holds the same, and the other way round it
+        # The coarser of the two dtypes: a float32 copy of bfloat16 weights holds the same values, and the reverse copy
         # is rounded once.
         coarse = 0.0 if whole else max(epsilon(side.dtype.name) for side in (twin, jax_values))
         # A quarter of a rounding, as in ``noise``; never 0, so that a difference from zeros has a finite ratio.
@@ -146,7 +146,7 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
 
 
 def loss_rows(runs: Runs, least: float) -> Iterator[Row]:
-    """One row, unless the models have no loss. ``least``: what rounding is known to do to it."""
+    """One row, unless the models have no loss. ``least``: the known effect of rounding on the loss."""
     values = [run.loss for run in (runs.torch_high, runs.jax_high, runs.torch_low, runs.jax_low)]
     if any(value is None for value in values):
         return
@@ -175,7 +175,7 @@ def buffer_rows(runs: Runs, weights: WeightMap, start: tuple[Leaves, Leaves]) ->
 
 
 def changed_without_partner(runs: Runs, weights: WeightMap, start: tuple[Leaves, Leaves]) -> tuple[str, ...]:
-    """Buffers without a partner that the forward changes, but torch's counters of batches, which no flax norm has."""
+    """Buffers without a partner that the forward changes, except torch's batch counters, which no flax norm has."""
     return tuple(
         name
         for names, before, run in zip(
@@ -191,7 +191,7 @@ def changed_without_partner(runs: Runs, weights: WeightMap, start: tuple[Leaves,
 def update_rows(
     torch: Side, jax: Side, batch: Any, weights: WeightMap, dtype: str, steps: int
 ) -> Iterator[Row]:
-    """What the first step of the optimizers changes, losses and weights after all steps, and buffers after each."""
+    """The change in the optimizers' first step, losses and weights after all steps, and buffers after each step."""
     batches = [batch] * steps
     torch_start, jax_start = ({**side.weights(), **side.buffers()} for side in (torch, jax))
     start = weights.to_jax(Store().leaves(torch_start))
@@ -210,14 +210,14 @@ def update_rows(
     def row(step: int, name: str) -> Row:
         before = {"torch": start[name].astype(np.float64), "jax": jax_start[name].astype(np.float64)}
         high, low, jax_high, jax_low = (
-            # What rounding does is known well enough in float32, which takes half of the memory.
+            # In float32 the effect of rounding is known well enough, at half of the memory.
             (ends[side, run_dtype][step][name] - before[side]).astype(
                 np.float64 if run_dtype == "float64" else np.float32
             )
             for side in ("torch", "jax")
             for run_dtype in ("float64", dtype)
         )
-        # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
+        # A change is a difference of weights, so its error is at least a rounding of the weights.
         least = noise(None, before["jax"], dtype)
         floor = max(noise(low, high, dtype), noise(jax_low, jax_high, dtype), least)
         names = weights.owners(name), name
@@ -227,7 +227,7 @@ def update_rows(
     compared = [name for name in ends["jax", "float64"][0] if name in start and name in jax_start]
     count = len(ends["jax", "float64"])
     for name in compared:
-        # Between the first and the last step only buffers are kept.
+        # Between the first and the last step only buffers are recorded.
         held = (step for step in range(count) if all(name in reached[step] for reached in ends.values()))
         rows = {step: row(step, name) for step in held}
         yield rows[0]
@@ -249,14 +249,14 @@ def _training_losses(losses: Mapping[tuple[str, str], Sequence[float]], dtype: s
 
 
 _FAR = 64.0
-"""Times the rounding from float64: two samples of rounding are never that far from each other."""
+"""Times the rounding from float64: two samples of rounding never differ by that much."""
 
 
 @dataclass(frozen=True)
 class OrderNoise:
-    """How far the runs with two orders of rows are apart, the larger distance of both sides.
+    """The distance of the runs with two orders of rows, the larger one of both sides.
 
-    ``loss``: absolute; ``gradients``: Euclidean norms by JAX parameter. Zero and empty where the run says nothing;
+    ``loss``: absolute; ``gradients``: Euclidean norms by JAX parameter. Zero and empty if the run gives no estimate;
     ``remark`` says why, if a reader should know.
     """
 
@@ -266,7 +266,7 @@ class OrderNoise:
 
 
 def rerun_reordered(runs: Runs, batch: Any, weights: WeightMap) -> OrderNoise:
-    """Run both sides once more. Nothing is run for a batch of one row, or for that of a trace (None)."""
+    """Run both sides once more. Nothing runs for a batch of one row, or for the batch of a trace (None)."""
     rows = _count_rows(batch)
     if rows < 2:
         return OrderNoise()
@@ -289,7 +289,7 @@ def rerun_reordered(runs: Runs, batch: Any, weights: WeightMap) -> OrderNoise:
             run.gradients if name == "JAX" else weights.to_jax(run.gradients, gradients=True) for run in three
         ]
         worst = 0.0
-        # One gradient at a time: together the gradients are as large as the model.
+        # One gradient at a time: all gradients together are as large as the model.
         for key in (None, *own[2]):
             other_values, low_values, high_values = (
                 [np.asarray(run.loss, np.float64) for run in three]
@@ -297,14 +297,14 @@ def rerun_reordered(runs: Runs, batch: Any, weights: WeightMap) -> OrderNoise:
                 else [leaves[key] for leaves in own]
             )
             apart, size = gap(other_values, low_values), float(np.linalg.norm(high_values))
-            # An overflow in one order says nothing of rounding.
+            # An overflow in one order says nothing about rounding.
             if not math.isfinite(apart):
                 continue
             if key is None:
                 loss = max(loss, apart)
             else:
                 gradients[key] = max(gradients.get(key, 0.0), apart)
-            # Also more than the root of the dtype's epsilon: gradients that nearly cancel are all rounding.
+            # Also above the root of the dtype's epsilon: gradients that nearly cancel consist of rounding.
             rounded = _FAR * noise(low_values, high_values, runs.dtype)
             least = max(rounded, math.sqrt(epsilon(runs.dtype)) * size)
             if apart > least and apart / size > worst:
@@ -319,12 +319,12 @@ def rerun_reordered(runs: Runs, batch: Any, weights: WeightMap) -> OrderNoise:
     (name,) = far
     return OrderNoise(
         remark=f"the {name} model depends on the order of the batch's rows, the other one does not: {changes}; does it "
-        "take another axis for that of the batch?"
+        "use another axis as the batch axis?"
     )
 
 
 def _order(rows: int) -> np.ndarray:
-    """The same order in every run, so that a report can be repeated; never the order that the batch has."""
+    """The same order in every run, so that reports are reproducible; never the batch's own order."""
     order = np.random.default_rng(0).permutation(rows)
     return order[::-1] if np.array_equal(order, np.arange(rows)) else order
 
@@ -342,7 +342,7 @@ def _leading(array: Any) -> int:
 
 
 def _map_batch(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with all that is no mapping, tuple or list changed."""
+    """The batch with ``change`` applied to everything except mappings, tuples and lists."""
     if isinstance(tree, Mapping):
         return {key: _map_batch(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):

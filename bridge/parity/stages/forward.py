@@ -1,24 +1,24 @@
-"""Outputs of partner modules, and which module a difference comes from.
+"""Outputs of partner modules, and the module that causes a difference.
 
-Each pair of calls is compared twice: as it happened, where a difference may come from above, and alone (see
-``rerun_module``). A module that differs in the rerun introduces a difference itself. So each fault is found, not only
-the first, and a module after a fault is acquitted.
+Each pair of calls is compared twice: as recorded, where a difference may come from above, and alone (see
+``rerun_module``). A module that differs in the rerun introduces a difference itself. This way every fault is found, not
+only the first, and a correct module after a fault is acquitted.
 
 Torch may give every layer's attention a table (cosines and sines) that JAX computes elsewhere or in another shape. If
-the table is wrong, each attention differs when it runs alone, and none of them is to blame::
+the table is wrong, each attention differs when it runs alone, but no attention is to blame::
 
     model  --> rotary table --> layers.0.self_attn, layers.1.self_attn, ...       all differ: the model made the table
 
-Where all modules of a kind that get the same such input differ, the difference is introduced by the module around them.
+If all modules of a kind that get the same input of this sort differ, the module around them introduced the difference.
 
-Below float32 a module also shows whether both sides lose as much to the dtype. A softmax, a norm or a router that one
-side computes in float32 and the other in bfloat16 is the same in float64. In bfloat16 it rounds elsewhere::
+Below float32, a module also shows whether both sides lose equally much to the dtype. If one side computes a softmax, a
+norm or a router in float32 and the other in bfloat16, the float64 runs agree, but the bfloat16 runs round differently::
 
     torch  bfloat16 -> [ norm in float32  ] -> bfloat16      |low - high| = 3.1e-3
     JAX    bfloat16 -> [ norm in bfloat16 ] -> bfloat16      |low - high| = 3.3e-3      |torch - JAX| = 3.3e-3, else 0
 
-Two right programs may cast in another order, so rounding elsewhere counts only where the other modules of the kind
-round alike. A softmax in bfloat16 inside of an attention that casts in another order anyway is not seen.
+Two correct programs may cast in another order, so different rounding counts only if the other modules of the kind round
+alike. A softmax in bfloat16 inside an attention that casts in another order anyway is not detected.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from bridge.parity.recorded.distance import FACTOR, epsilon
 from bridge.parity.stages.rerun_module import ModuleRerun, Rounding, rerun_module
 
 _EQUAL = 0.04
-"""Ratio below which float64 runs are equal: what float32 constants leave is larger."""
+"""Below this ratio float64 runs are equal: float32 constants leave more."""
 COARSER = 2.0
-"""How much more one side may lose to the compute dtype: right pairs differ by up to 1.4, by the order of casts."""
+"""How many times as much one side may lose to the compute dtype: correct pairs reach 1.4, by the order of casts."""
 _FEW = 256
-"""Elements below which a norm of rounding errors is chance."""
+"""Below this many elements, a norm of rounding errors is chance."""
 _APART, _ALIKE = 0.5, 0.1
-"""Of the rounding error: how far a module's sides are apart that round elsewhere, and how far at most if alike."""
+"""Fractions of the rounding error: the least distance of sides that round differently, the largest if alike."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """``rows``: in the order in which torch's calls end. ``shifted``: pairs whose difference the module around them
-    makes up for, by index, with that module's name: the two models draw the line between the modules elsewhere."""
+    """``rows``: in the order in which torch's calls end. ``shifted``: by index, pairs whose difference the enclosing
+    module compensates, with that module's name: the two models divide the work between the modules differently."""
 
     rows: tuple[Row, ...]
     shifted: Mapping[int, str]
@@ -73,7 +73,7 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
         inner = children_of(pair, pairs, runs)
         rerun = rerun_module(runs, pair, inner)
         for child, torch_number in zip(inner.pairs, inner.torch, strict=True):
-            # OPT adds the offset of its positions inside of the table's module, or before.
+            # OPT adds the offset of its positions inside the table's module, or before it.
             number = index[id(child)]
             if (
                 number not in shifted
@@ -87,8 +87,8 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
             number = index[id(child)]
             if number in shifted or not reruns[number].differences:
                 continue
-            # With its own inner module instead of torch's: Gemma's embedding is scaled inside or after. What a fault
-            # of the inner module spoils would be a new difference.
+            # With its own inner module instead of torch's: Gemma's embedding is scaled inside or after. A difference
+            # that a fault of the inner module causes would be a new one.
             with_own = rerun_module(runs, pair, inner, own=[*own, child])
             if with_own.differences < rerun.differences:
                 rerun = with_own
@@ -107,8 +107,8 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
 def _without_reruns(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
     """Verdicts of modules that could not run alone, as in traces.
 
-    A difference begins where the inputs are the same and none begins inside. A module inside that gets other inputs
-    has a difference, too, but not one of its own.
+    A difference begins where the inputs are the same and no difference begins inside. An inner module with different
+    inputs also differs, but its difference does not begin there.
     """
     pair_of = {(pair.modules.torch, pair.number): pair for pair in pairs}
     explained: set[tuple[str, int]] = set()
@@ -138,7 +138,7 @@ def _rows(runs: Runs, pair: CallPair, rerun: ModuleRerun, shifted: str | None) -
         return
     for position, (name, jax_name, way) in enumerate(pair.outputs):
         local = rerun.outputs.get(jax_name, math.nan)
-        # What a module gives to those inside has no row of its own: the first output stands for it.
+        # An input that a module gives to inner modules has no row of its own: the first output represents it.
         if position == 0 and not math.isnan(local):
             local = max(local, rerun.worst_inner)
         values = leaf_pair(runs, pair, "outputs", (name, jax_name, way))
@@ -160,7 +160,7 @@ def _rows(runs: Runs, pair: CallPair, rerun: ModuleRerun, shifted: str | None) -
 
 
 def blame_first_fault(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
-    """The rows, with the blame for an input without a twin moved to the innermost pair around all that get it."""
+    """The rows; the blame for an input without a twin moves to the innermost pair around all modules that get it."""
     blamed = {(row.name, row.call) for row in rows if row.verdict == "introduced" and row.stage == "forward"}
     groups: dict[tuple[str, str], list[CallPair]] = {}
     for pair in pairs:
@@ -169,7 +169,7 @@ def blame_first_fault(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]
     moved = list(rows)
     for (module_kind, _), members in groups.items():
         names = {(pair.modules.torch, pair.number) for pair in members}
-        # One module that is right with this input acquits the input.
+        # One module that is correct with this input acquits the input.
         if len(members) < 2 or not names <= blamed:
             continue
         maker = _around_all(members, runs, pairs)
@@ -198,7 +198,7 @@ def _fingerprint(pair: CallPair) -> str:
 
 
 def _around_all(members: Sequence[CallPair], runs: Runs, pairs: Sequence[CallPair]) -> CallPair | None:
-    """The innermost pair whose torch call has all these inside."""
+    """The innermost pair whose torch call contains all of these."""
     by_call = {id(pair.torch): pair for pair in pairs}
     chains = [list(calls_around(pair.torch, runs.torch_high)) for pair in members]
     for call in chains[0]:
@@ -210,10 +210,10 @@ def _around_all(members: Sequence[CallPair], runs: Runs, pairs: Sequence[CallPai
 def precision_rows(
     row: Row, outputs: Collection[str], coarse: Mapping[str, Rounding], dtype: str
 ) -> Iterator[Row]:
-    """A row for a module, from its forward row: nothing in float32.
+    """A row for a module, from its forward row: none in float32.
 
-    ``coarse``: by output leaf and by what the module gives to modules inside of it; ``outputs`` says which of them are
-    outputs. The row's ``ratio`` is that of the two errors, its ``local`` the distance in the dtype over their mean.
+    ``coarse``: by output leaf and by input that the module gives to inner modules; ``outputs`` says which ones are
+    outputs. The row's ``ratio`` is that of the two errors, its ``local`` their distance in the dtype over their mean.
     """
     if epsilon(dtype) <= epsilon("float32") or math.prod(row.shape) < _FEW:
         return
@@ -242,10 +242,10 @@ def precision_rows(
 
 
 def odd_ones(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, with verdicts by what the other modules of a kind do.
+    """The rows, with verdicts that depend on the other modules of a kind.
 
-    A module that rounds elsewhere although all others of its kind round alike is odd. One that loses more, as others of
-    its kind do that round elsewhere, too, shows what the two frameworks' kernels are like (BatchNorm), and is not.
+    A module that rounds differently although all others of its kind round alike is odd. If it loses more, as do others
+    of its kind that round differently, it only reflects the two frameworks' kernels (BatchNorm), and is not odd.
     """
     by_kind: dict[str, list[float]] = {}
     for row in rows:
@@ -264,8 +264,8 @@ def _among(row: Row, others: Sequence[float]) -> Row:
         return row
     alike = max(others) < _ALIKE
     if row.verdict == "introduced" and not alike:
-        return replace(row, verdict="same", note=f"so do others of {row.kind}: {row.cause}", cause="")
+        return replace(row, verdict="same", note=f"so do other {row.kind} modules: {row.cause}", cause="")
     if row.verdict == "same" and alike and row.local > _APART:
-        cause = f"the two sides round elsewhere, which no other {row.kind} does: a part that one of them keeps in "
+        cause = f"the two sides round differently, which no other {row.kind} does: a part that one of them keeps in "
         return replace(row, verdict="introduced", cause=f"{cause}float32")
     return row

@@ -1,10 +1,10 @@
-"""One module alone: the JAX module on torch's inputs, with torch's outputs of the modules inside.
+"""One module alone: the JAX module on torch's inputs, with torch's outputs for the modules inside.
 
     torch:  x ---> [ norm ] -n-> [ attention ] -a-> ( + ) ---> y          as recorded, float64
                       |               |
     JAX:    x ---> [ n     ] --> [ a         ] --> ( + ) ---> y'          only the layer's own code runs
 
-Compared are the outputs, and what the inner modules are given.
+The outputs are compared, and the inputs of the inner modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.parity.recorded.recording import Call, Leaves, Replacements, Rerun
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the compute dtype does to torch's and to JAX's values, and how far the two are apart in it; absolute."""
+    """The effect of the compute dtype on torch's and JAX's values, and their distance in this dtype; absolute."""
 
     torch: float
     jax: float
@@ -38,7 +38,7 @@ class Rounding:
 def rounding(
     dtype: str, torch: tuple[np.ndarray | None, np.ndarray], jax: tuple[np.ndarray | None, np.ndarray]
 ) -> Rounding:
-    """``torch``, ``jax``: values in the compute dtype, None where they are not known, and in float64."""
+    """``torch``, ``jax``: values in the compute dtype, None if unknown, and in float64."""
     torch_low, jax_low = torch[0], jax[0]
     between = math.nan
     if torch_low is not None and jax_low is not None and torch_low.shape == jax_low.shape:
@@ -48,10 +48,10 @@ def rounding(
 
 @dataclass(frozen=True)
 class ModuleRerun:
-    """A module's ratios when it runs alone, by output leaf, and ``inner`` by what it gives to modules inside of it.
+    """A module's ratios when it runs alone, by output leaf; ``inner``: by input of an inner module.
 
-    ``cause``: of what differs, if it is a known one. ``coarse``: by output leaf, and by module inside for what it is
-    given, what the compute dtype does.
+    ``cause``: of the difference, if it is a known one. ``coarse``: the effect of the compute dtype, by output leaf, and
+    by inner module for its inputs.
     """
 
     outputs: Mapping[str, float] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class ModuleRerun:
         return frozenset(outputs | {name for name, ratio in self.inner.items() if ratio > FACTOR})
 
     def without(self, module: str) -> ModuleRerun:
-        """The same but for what the module gives to one module inside."""
+        """The same without the inputs of one inner module."""
         inner = {name: ratio for name, ratio in self.inner.items() if name.partition(" as ")[0] != module}
         return replace(self, inner=inner)
 
 
 def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPair] = ()) -> ModuleRerun:
-    """Run the JAX module on torch's inputs, with torch's outputs of the modules inside, and compare.
+    """Run the JAX module on torch's inputs, with torch's outputs for the modules inside, and compare.
 
-    ``own``: modules inside that give their own outputs, on both sides.
+    ``own``: modules inside that return their own outputs, on both sides.
     """
     torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
     jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
@@ -91,7 +91,7 @@ def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[Call
             for dtype in ("float64", runs.dtype)
         )
         torch_low = runs.torch.rerun(runs.dtype, path, number, torch_inputs, replaced=torch_replaced)
-    # A module that cannot be called alone is no fault of the model.
+    # A module that cannot be called alone is not a fault of the model.
     except Exception as error:
         return ModuleRerun(note=f"not run alone: {type(error).__name__}: {error!s:.200}")
     outputs, floors = {}, {}
@@ -99,7 +99,7 @@ def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[Call
     for name, leaf, way in pair.outputs:
         if leaf not in jax_high.outputs or jax_high.outputs[leaf].shape != pair.jax.outputs[leaf].shape:
             continue
-        # Torch's recorded output is what it computes alone, too: its float64 rerun would be the same.
+        # Torch's recorded output is also its output alone: a float64 rerun would give the same.
         high = way.to_jax(pair.torch.outputs[name])
         coarse[leaf] = rounding(
             runs.dtype,
@@ -135,10 +135,10 @@ def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[Call
 
 
 def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
-    """The pairs, those that are wrong alone with the inputs and layouts with which they are right, if there are any.
+    """The pairs; a pair that is wrong alone gets inputs and layouts with which it is right, if there are any.
 
-    A convolution that is given images with height and width exchanged, as values say, is not where that fault is, nor
-    is an attention that is given another value than torch's.
+    A convolution whose images have height and width exchanged, as values say, is not the place of that fault. The same
+    holds for an attention that gets another value than torch's.
     """
     chosen = []
     for pair in pairs:
@@ -155,9 +155,9 @@ def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
 def _compare_inner_inputs(
     dtype: str, inner: Children, jax_high: Rerun, torch_low: Rerun, jax_low: Rerun
 ) -> tuple[dict[str, float], dict[str, Rounding]]:
-    """Ratios of what the inner modules are given, and what the dtype does to it: by ``"<module> as <input>"``.
+    """Ratios of the inner modules' inputs, and the effect of the dtype on them: by ``"<module> as <input>"``.
 
-    Infinite for a module that JAX does not call where torch does.
+    Infinite for a module that torch calls and JAX does not.
     """
     ratios: dict[str, float] = {}
     coarse: dict[str, Rounding] = {}

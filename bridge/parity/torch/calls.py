@@ -1,4 +1,4 @@
-"""Hooks on all modules of a PyTorch model that note what each call was given and what it returned."""
+"""Hooks on all modules of a PyTorch model that record the inputs and outputs of each call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bridge.parity.torch.leaves import (
 
 @dataclass
 class CallArguments:
-    """What is needed to make a call again: arguments with slots in place of leaves, and the state around."""
+    """What a repeated call needs: arguments with slots in place of leaves, and the surrounding state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass
 class CallRecord:
-    """A call as long as the run lasts."""
+    """A call during the run."""
 
     path: str
     number: int
@@ -52,7 +52,7 @@ class CallRecord:
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
     def call(self, shift: int = 0) -> Call:
-        """As a part of the record. ``shift``: calls that are left out before it."""
+        """The call as a part of the record. ``shift``: calls that are left out before it."""
         parent = None if self.parent is None or self.parent < shift else self.parent - shift
         made = self.gradients
         gradients = (
@@ -66,11 +66,11 @@ class CallRecord:
 
 
 class GradientWatch:
-    """A floating output whose gradient is noted.
+    """A floating output whose gradient is recorded.
 
-    The module around goes on with ``view``: the gradient of the output itself would be that of all its uses, also of
-    those inside of the module and, for an output that is an input, of those before. A change in place takes the view
-    out of the graph. Then the gradient of ``new`` is noted: the output as it was made, None if not in this call.
+    The enclosing module continues with ``view``, because the gradient of the output itself would include all its uses:
+    uses inside the module and, for an output that is an input, uses before the module. A change in place removes the
+    view from the graph. Then the gradient of ``new`` is recorded: the output as made, None if it is not from this call.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GradientWatch:
             new.register_hook(lambda gradient: self._note(gradient, changed=True))
 
     def end_forward(self) -> None:
-        """From now on gradients are those of the loss."""
+        """From now on, gradients are gradients of the loss."""
         self._changed = self.view.grad_fn is not self._made
         del self.view, self._made
 
@@ -95,7 +95,7 @@ class GradientWatch:
 
 
 class TensorHistory(NamedTuple):
-    """A tensor that modules were given or returned; kept so that no other tensor gets its id.
+    """A tensor that modules got or returned; kept so that no other tensor gets its id.
 
     ``new``: the output of ``call`` itself, if the tensor is a view of it; ``made``: the tensor's history since then.
     """
@@ -107,10 +107,10 @@ class TensorHistory(NamedTuple):
 
 
 class Recorder:
-    """Calls of ``paths``' modules, from ``on()`` until its end.
+    """Records calls of ``paths``' modules, from ``on()`` until its end.
 
-    ``keep``: by id, modules of the running model and those that
-    stand for them in kept arguments; None: arguments are not kept. ``replaced``: outputs that calls return instead of
+    ``keep``: by id, modules of the running model and their
+    replacements in kept arguments; None: arguments are not kept. ``replaced``: outputs that calls return instead of
     their own. ``store``: where arrays go; None: they stay in memory.
     """
 
@@ -138,11 +138,11 @@ class Recorder:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Recording. Calls in a backward, which checkpointing makes, belong outside."""
+        """Record calls. Calls in a backward, which checkpointing makes, must stay outside."""
         handles = []
         for module in self._paths:
-            # First among the hooks: a hook of the model's own may change the arguments, and that is
-            # part of the call.
+            # First among the hooks: the model's own hooks may change the arguments, and this is part of
+            # the call.
             handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -150,7 +150,7 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
-            # Tensors were kept so that no other one got their ids; the backward needs their memory.
+            # Tensors were kept so that no other tensor got their ids; now the backward needs their memory.
             self._seen.clear()
             for watch in self._watched:
                 watch.end_forward()
@@ -181,7 +181,7 @@ class Recorder:
 
         everything = map_leaves(arguments(args, kwargs), slot)
         if has_objects(everything):
-            # Such as a cache, into which the call will write.
+            # Such as a cache, which the call will change.
             everything = _copied(everything, dict(keep))
         values = list(everything.values())
         names = list(kwargs)
@@ -191,7 +191,7 @@ class Recorder:
         return CallArguments(tuple(values[: len(args)]), kept, random_state(), autocast)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # A call that raised is open still, if the module around it caught the error.
+        # A call that raised is still open if the enclosing module caught the error.
         while self._open[-1][0] is not module:
             self._open.pop()
         _, index = self._open.pop()
@@ -222,32 +222,32 @@ class Recorder:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy; the object itself where it cannot be copied."""
+    """A deep copy; the object itself if it cannot be copied."""
     try:
         return deep_copy(value, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError):
-        # Objects choose the error themselves: locks and generators TypeError, tensors of a graph RuntimeError, ...
+        # The error depends on the object: locks and generators raise TypeError, tensors of a graph RuntimeError, ...
         return value
 
 
 def fresh_leaf(
     array: np.ndarray, device: torch.device, dtype: torch.dtype, stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """A tensor for autograd whose gradient can be asked for, and that modules may change in place.
+    """A tensor for autograd that can get a gradient and that modules may change in place.
 
-    ``stride``: some kernels add in another order for another one. Overlapping elements are laid out one by one.
+    ``stride``: some kernels add in an order that depends on it. Overlapping elements are laid out separately.
     """
     tensor = to_torch(array, device).to(dtype)
     if dtype.is_floating_point and torch.is_grad_enabled():
         tensor.requires_grad_()
     if stride is None or 0 in stride:
-        # A leaf that needs a gradient may not be changed in place; its clone may.
+        # A leaf that needs a gradient must not be changed in place; its clone may be.
         return tensor.clone()
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device).copy_(tensor)
 
 
 def check_leaves(leaves: Leaves, known: Leaves, where: str) -> None:
-    """KeyError for a leaf that is not there, ValueError for one of another shape."""
+    """KeyError for a leaf that does not exist, ValueError for a leaf of another shape."""
     for where_in_call, array in leaves.items():
         if where_in_call not in known:
             raise KeyError(f"{where} has no leaf {where_in_call!r}: expected one of {sorted(known)}")
@@ -258,7 +258,7 @@ def check_leaves(leaves: Leaves, known: Leaves, where: str) -> None:
 
 
 def random_state() -> list[torch.Tensor]:
-    """Of torch's generators in use: the CPU's, then those of the CUDA devices."""
+    """States of torch's generators in use: the CPU's, then those of the CUDA devices."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 

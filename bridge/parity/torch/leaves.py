@@ -1,4 +1,4 @@
-"""The tensors in arguments and outputs of PyTorch modules, by place, and their way to NumPy and back."""
+"""The tensors in arguments and outputs of PyTorch modules, by place, and their conversion to NumPy and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a leaf was, in arguments that were kept without it."""
+    """The place of a leaf in arguments that were kept without it."""
 
     place: str
     device: torch.device
@@ -32,10 +32,10 @@ def is_leaf(value: object) -> bool:
 
 
 def map_leaves(tree: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
-    """The tree with ``change(place, value)`` for each value that is no container.
+    """The tree with ``change(place, value)`` for each value that is not a container.
 
-    Containers: tuples, named tuples, lists, dicts and dataclasses, which includes the outputs of ``transformers``. A
-    container in which nothing changed is the same object; the others are copies of the same type.
+    Containers: tuples, named tuples, lists, dicts and dataclasses, which includes the outputs of ``transformers``. An
+    unchanged container is the same object; changed ones are copies of the same type.
     """
     if not isinstance(tree, type):
         parts = _parts(tree)
@@ -54,7 +54,7 @@ def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(names or range(len(tree)), tree, strict=True))
     if isinstance(
         tree, dict
-    ):  # before dataclasses: a ModelOutput is both, and has only what is not None as items
+    ):  # before dataclasses: a ModelOutput is both, and its items are only those that are not None
         return list(tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, Slot):
         fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
@@ -64,19 +64,19 @@ def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
 
 def _of_parts(tree: Any, keys: list[Any], values: list[Any]) -> Any:
     if isinstance(tree, tuple):
-        # torch.return_types (of max, topk and others) are made of one sequence, as tuples are.
+        # torch.return_types (of max, topk and others) take one sequence, as tuples do.
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     new = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
         if isinstance(tree, list | dict):
             new[key] = value
         else:
-            object.__setattr__(new, key, value)  # of frozen dataclasses as well
+            object.__setattr__(new, key, value)  # works for frozen dataclasses, too
     return new
 
 
 def leaves_of(tree: Any) -> dict[str, torch.Tensor]:
-    """The leaves by place. ValueError for two leaves of one place, such as ``{"a.b": x, "a": {"b": y}}``."""
+    """The leaves by place. ValueError for two leaves at one place, such as ``{"a.b": x, "a": {"b": y}}``."""
     by_place: dict[str, torch.Tensor] = {}
 
     def note(where: str, value: Any) -> Any:
@@ -93,12 +93,12 @@ def leaves_of(tree: Any) -> dict[str, torch.Tensor]:
 
 
 def arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, those by position under their number."""
+    """All arguments of a call by name; positional arguments by number."""
     return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
 
 
 class _Detached(TorchFunctionMode):
-    """While on, ``copy.deepcopy`` copies tensors that were computed, which torch refuses, without their history."""
+    """While active, ``copy.deepcopy`` copies computed tensors, which torch refuses, without their history."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,13 +111,13 @@ class _Detached(TorchFunctionMode):
 
 
 def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy``, also of objects that hold computed tensors."""
+    """``copy.deepcopy`` that also copies objects with computed tensors."""
     with _Detached():
         return copy.deepcopy(value, memo)
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether the tree holds anything but slots, numbers, text and None."""
+    """Whether the tree contains anything except slots, numbers, text and None."""
     seen = False
 
     def look(_: str, value: Any) -> Any:
@@ -135,12 +135,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded; a collective then."""
+    """The whole of a tensor; for a sharded tensor, a collective."""
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
 def to_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
-    """In the tensor's own dtype. Of a DTensor all: a collective. ``copy=False``: it may be the tensor's own memory."""
+    """In the tensor's own dtype; gathers a DTensor by a collective. ``copy=False``: may share the tensor's memory."""
     with torch.no_grad():
         tensor = whole(tensor.detach()).resolve_conj().resolve_neg().cpu()
         narrow = tensor.dtype == torch.bfloat16
@@ -154,14 +154,14 @@ def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Ten
 
 
 def share_memory(array: np.ndarray) -> torch.Tensor:
-    """A tensor of the same memory."""
+    """A tensor that shares the array's memory."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In this dtype if the tensor is floating; complex tensors in the complex dtype of as many bits."""
+    """The tensor in this dtype if it is floating; complex tensors in the complex dtype of as many bits."""
     if tensor.is_floating_point():
         return tensor.to(dtype)
     if tensor.is_complex() and dtype in (torch.float32, torch.float64):

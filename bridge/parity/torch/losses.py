@@ -1,4 +1,4 @@
-"""Batches as tensors, and the losses that a PyTorch model can be given by name."""
+"""Batches as tensors, and the named losses of a PyTorch model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def as_tensors(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The batch with tensors in place of arrays: floating ones in ``dtype``, integers as int64."""
+    """The batch with tensors in place of arrays: floating arrays in ``dtype``, integers as int64."""
 
     def tensor(_: str, value: Any) -> Any:
         if isinstance(value, np.ndarray | np.generic):
@@ -45,10 +45,10 @@ def probe_loss(
     numbers: Mapping[str, np.ndarray] | None = None,
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The sum over floating leaves of the output of leaf times ``numbers`` over the root of the leaf's size.
+    """The sum over floating output leaves of leaf times ``numbers``, divided by the root of the leaf's size.
 
-    In float32 at least. ``numbers``: by place; default ``probe_values`` of the leaves' numbers, for all of them.
-    ``rows``: the order in which the batch's rows are, None for that of ``numbers``. ValueError for
+    Computed in float32 or wider. ``numbers``: by place; default ``probe_values`` by the leaves' numbers, for all.
+    ``rows``: the order of the batch's rows, None for the order of ``numbers``. ValueError for
     an output without floating leaves.
     """
     terms: list[torch.Tensor] = []
@@ -59,12 +59,12 @@ def probe_loss(
             factors = torch.from_numpy(np.array(in_rows(own, rows) / math.sqrt(leaf.numel())))
             terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
     if not terms:
-        raise ValueError("the model's output has no floating-point array: give a loss")
+        raise ValueError("the model's output has no floating-point array: pass a loss")
     return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
 
 def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
-    """The mean cross-entropy, in float32 at least, of ``tokens[:, 1:]`` for ``tokens[:, :-1]``.
+    """The mean cross-entropy, in float32 or wider, of ``tokens[:, 1:]`` given ``tokens[:, :-1]``.
 
     ``tokens``: integers [B, T + 1]. The model returns logits [B, T, vocabulary], or an object with ``.logits``.
     ValueError for a batch of another kind.
@@ -86,13 +86,13 @@ LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
 
 
 def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were put in the order ``rows``: a probe's numbers go with their rows."""
+    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
     own: Any = loss
     return partial(own, rows=rows) if getattr(loss, "func", loss) is probe_loss else loss
 
 
 def describe(batch: Any) -> str:
-    """The leaves of a batch with dtypes and shapes, for errors."""
+    """The leaves of a batch with dtypes and shapes, for error messages."""
     leaves = leaves_of(batch)
     named = [f"{where or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for where, leaf in leaves.items()]
     return ", ".join(named) or "no arrays"

@@ -1,4 +1,4 @@
-"""What ranks have, put together on rank 0 as one process with all rows would have it."""
+"""The ranks' results, combined on rank 0 as one process with all rows would have them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from bridge.parity.torch.losses import Loss, call_model
 
 T = TypeVar("T")
 _LIKE = 64.0
-"""Replicas' values may be so many epsilons apart, relatively: kernels that add in any order."""
+"""Allowed relative distance of replicas' values, in epsilons: some kernels add in any order."""
 _SHOWN = 8
 Way = int | Literal["mean"]
-"""How leaves of ranks become one: concatenated along an axis, or their mean, which equal ones are themselves."""
+"""How the ranks' leaves become one: concatenated along an axis, or their mean (for equal leaves, the leaf itself)."""
 
 
 @dataclass
 class Ranks:
-    """The ranks of the default process group, and which rows they have.
+    """The ranks of the default process group, and their rows.
 
-    ``group``: of all ranks, for objects. ``rows``: of each batch. ``holders``: the first rank of each distinct batch.
-    ``owner``: by rank, the holder with the same batch. ``notes``: what was found unlike on replicas.
+    ``group``: of all ranks, for objects. ``rows``: of each batch. ``holders``: the first rank with each distinct batch.
+    ``owner``: by rank, the holder with the same batch. ``notes``: differences found between replicas.
     """
 
     group: Any
@@ -46,13 +46,13 @@ class Ranks:
 
     @classmethod
     def of(cls, batch: Any) -> Ranks:
-        """A collective. ``ValueError`` on all ranks for batches that one process could not have had as one."""
+        """A collective. ``ValueError`` on all ranks for batches that one process could not have as one batch."""
         if not dist.is_initialized():
             raise ValueError(
-                "a sharded model: expected a process group on all ranks, found none; run under torchrun"
+                "a sharded model: expected a process group on all ranks, found none; run with torchrun"
             )
-        # Objects go over gloo: NCCL would send them through the GPU's memory, and the default group
-        # may have none.
+        # Objects go through gloo: NCCL would send them through GPU memory, and the default group may
+        # have no GPU.
         group = dist.new_group(backend="gloo")
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, _describe(batch), group)
@@ -64,7 +64,7 @@ class Ranks:
                 if description[part] != by_rank[0][part]:
                     raise ValueError(
                         f"batch of rank {rank}: expected as many {what} as rank 0 has, {by_rank[0][part]}, got "
-                        f"{description[part]}; only then the mean of the ranks' losses is the loss of all rows"
+                        f"{description[part]}; only then is the mean of the ranks' losses the loss of all rows"
                     )
         prints = [fingerprint for _, _, _, fingerprint in by_rank]
         owner = tuple(prints.index(fingerprint) for fingerprint in prints)
@@ -72,7 +72,7 @@ class Ranks:
         counts = {holder: owner.count(holder) for holder in holders}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"batches: expected each to be given to as many ranks as the others, got {list(counts.values())} "
+                f"batches: expected each batch on the same number of ranks, got {list(counts.values())} "
                 f"ranks, the first of which are {list(holders)}; give data-parallel ranks different rows"
             )
         return cls(group, dist.get_rank(), dist.get_world_size(), by_rank[0][2], holders, owner)
@@ -82,7 +82,7 @@ class Ranks:
         return first_lines(self.unlike, _SHOWN, " of these")
 
     def run_on_all(self, action: Callable[[], None]) -> None:
-        """Run what does not communicate; where it fails on one rank, all raise."""
+        """Run an action without communication; if it fails on one rank, all ranks raise."""
         error: Exception | None = None
         try:
             action()
@@ -97,20 +97,20 @@ class Ranks:
                 raise TraceError(f"rank {rank}: {text}")
 
     def mean(self, value: float) -> float:
-        """Over the different batches; noted if replicas differ."""
+        """The mean over the distinct batches; a difference between replicas is noted."""
         by_rank = self._all_gather(value)
         for rank, owner in enumerate(self.owner):
             self._compare("the loss", np.asarray(by_rank[owner]), np.asarray(by_rank[rank]), owner, rank)
-        # Exact, so that the mean does not depend on how many ranks there are.
+        # Exact, so that the mean does not depend on the number of ranks.
         return math.fsum(by_rank[holder] for holder in self.holders) / len(self.holders)
 
     def note_unlike(self, what: str, array: np.ndarray) -> None:
-        """Note on rank 0 if the ranks have an array otherwise than rank 0."""
+        """Note on rank 0 if an array differs from rank 0's on another rank."""
         for rank, values in enumerate(self._gather(array)):
             self._compare(what, array, values, 0, rank)
 
     def whole_batch(self, batch: Any) -> dict[str, np.ndarray]:
-        """All rows; on rank 0, elsewhere nothing."""
+        """All rows on rank 0; empty on the other ranks."""
         by_rank = self._gather(dict(batch_leaves(batch)))
         return {
             name: np.concatenate([by_rank[holder][name] for holder in self.holders]) if leaf.ndim else leaf
@@ -118,9 +118,9 @@ class Ranks:
         }
 
     def whole_calls(self, calls: Sequence[Call]) -> Iterator[tuple[Leaves, Leaves, Leaves]]:
-        """Inputs, outputs and gradients of each call; on rank 0, elsewhere nothing.
+        """Inputs, outputs and gradients of each call on rank 0; nothing on the other ranks.
 
-        ``ValueError`` on all ranks if they called other modules.
+        ``ValueError`` on all ranks if the ranks called different modules.
         """
         made = self._all_gather([(call.path, call.number) for call in calls])
         for rank, theirs in enumerate(made):
@@ -134,7 +134,7 @@ class Ranks:
                     for calls_made in (made[0], theirs)
                 ]
                 raise ValueError(
-                    f"rank {rank}: expected the calls of rank 0, got another one in place {index}: {names[0]} on rank "
+                    f"rank {rank}: expected the calls of rank 0, got another call at index {index}: {names[0]} on rank "
                     f"0, {names[1]} on rank {rank}"
                 )
         for call in calls:
@@ -151,7 +151,7 @@ class Ranks:
         for name, way in ways.items():
             parts = [by_rank[holder][2][name] for holder in self.holders if name in by_rank[holder][2]]
             if len(parts) == len(self.holders):
-                # A rank's loss is one of as many, of which the loss is the mean.
+                # The loss is the mean of the holders' losses, so a gradient is divided by their number.
                 joined = _join(parts, way)
                 gradients[name] = (
                     (joined / len(parts)).astype(joined.dtype) if isinstance(way, int) else joined
@@ -165,7 +165,7 @@ class Ranks:
             arrays = [own[name] for own in leaves if name in own]
             what = f"{where}{f', {name},' if name else ''}"
             if len(arrays) < self.size:
-                self.unlike.append(f"{what} is not on all ranks: left out")
+                self.unlike.append(f"{what} does not exist on all ranks: left out")
                 continue
             for rank, owner in enumerate(self.owner):
                 self._compare(what, arrays[owner], arrays[rank], owner, rank)
@@ -178,13 +178,13 @@ class Ranks:
         return merged, ways
 
     def _compare(self, what: str, left: np.ndarray, right: np.ndarray, first: int, second: int) -> None:
-        """Note where two replicas differ."""
+        """Note a difference between two replicas."""
         if first != second and not _alike(left, right):
             same_rows = self.owner[first] == self.owner[second]
             self.unlike.append(
                 f"{what} differs between ranks {first} and {second}"
                 + (", which have the same rows" if same_rows else "")
-                + ": a part of it, or a reduction that is missing"
+                + ": it is only a part, or a reduction is missing"
             )
 
     def _all_gather(self, value: T) -> list[T]:
@@ -193,14 +193,14 @@ class Ranks:
         return by_rank
 
     def _gather(self, value: T) -> list[T]:
-        """On rank 0 all ranks' values, elsewhere nothing."""
+        """All ranks' values on rank 0; nothing on the other ranks."""
         by_rank: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, by_rank, 0, self.group)
         return by_rank or []
 
 
 def _describe(batch: Any) -> tuple[str, Any, int, str]:
-    """A problem or nothing; names; rows; a fingerprint."""
+    """A problem or ""; names; rows; a fingerprint."""
     try:
         leaves = dict(batch_leaves(batch))
     except Exception as error:
@@ -209,7 +209,7 @@ def _describe(batch: Any) -> tuple[str, Any, int, str]:
     if not rows:
         return "expected arrays with a first axis of rows, got none", None, 0, ""
     if len(set(rows.values())) > 1 or 0 in rows.values():
-        return f"expected as many rows in all arrays, and one at least, got {rows}", None, 0, ""
+        return f"expected the same number of rows in all arrays, and at least one, got {rows}", None, 0, ""
     digest = hashlib.sha256()
     for name, leaf in leaves.items():
         digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + np.ascontiguousarray(leaf).tobytes())
@@ -217,13 +217,13 @@ def _describe(batch: Any) -> tuple[str, Any, int, str]:
 
 
 def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
-    """How the holders' leaves become one; None if they do not fit."""
+    """How the holders' leaves become one leaf; None if they do not fit."""
     first = parts[0]
     if len(parts) == 1:
         return "mean"
     shapes = {part.shape for part in parts}
     equal = len(shapes) == 1 and all(part.tobytes() == first.tobytes() for part in parts)
-    # With one row a leading axis may as well be that of a table which all rows share.
+    # With one row, a leading axis may also belong to a table that all rows share.
     if len(shapes) == 1 and first.ndim and first.shape[0] == rows and not (equal and rows == 1):
         return 0
     if equal:
@@ -257,7 +257,7 @@ def _alike(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def probe_of_all(ranks: Ranks) -> Loss:
-    """``probe_loss`` of all rows: each rank's outputs times the numbers of its own rows."""
+    """``probe_loss`` over all rows: each rank multiplies its outputs by the numbers of its own rows."""
 
     def probe(model: nn.Module, batch: Any) -> torch.Tensor:
         index, number = ranks.holders.index(ranks.owner[ranks.rank]), len(ranks.holders)
@@ -269,7 +269,7 @@ def probe_of_all(ranks: Ranks) -> Loss:
             if leaf.ndim == 0 or leaf.shape[0] != ranks.rows:
                 raise ValueError(
                     f"loss: expected outputs with a first axis of {ranks.rows} rows, got {where or 'one'} of "
-                    f"{list(leaf.shape)}; give a loss"
+                    f"{list(leaf.shape)}; pass a loss"
                 )
             wide = torch.promote_types(leaf.dtype, torch.float32)
             numbers = probe_values(str(len(terms)), (number * ranks.rows, *leaf.shape[1:]))
@@ -277,7 +277,7 @@ def probe_of_all(ranks: Ranks) -> Loss:
             factors = torch.from_numpy(own * (number / math.sqrt(numbers.size)))
             terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
         if not terms:
-            raise ValueError("the model's output has no floating-point array: give a loss")
+            raise ValueError("the model's output has no floating-point array: pass a loss")
         return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
     return probe

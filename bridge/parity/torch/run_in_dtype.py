@@ -1,4 +1,4 @@
-"""A run of a PyTorch model in one dtype: its copy, its surroundings, and float64 where the code asks for less."""
+"""A run of a PyTorch model in one dtype: its copy, its context, and float64 where the code asks for less."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ SEED = 0
 
 
 def has_shards(model: object) -> bool:
-    """Whether it is a module of whose parameters this process has parts only."""
+    """Whether it is a module of which this process holds only parts of the parameters."""
     return isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """ValueError names a parameter of which this process has a part only."""
+    """Raises ValueError that names a parameter of which this process holds only a part."""
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
-                f"{name} is sharded (a DTensor): call bridge.parity.capture_torch with the model on all ranks, under "
-                "torchrun, and capture_jax with the JAX model, and compare the traces; or build it without sharding"
+                f"{name} is sharded (a DTensor): call bridge.parity.capture_torch with the model on all ranks, with "
+                "torchrun, and capture_jax with the JAX model, and compare the traces; or build the model unsharded"
             )
 
 
 def copy_in(model: nn.Module, dtype: str) -> nn.Module:
     """A copy with all floating parameters in ``dtype``.
 
-    Persistent buffers follow. Other buffers are constants that modules computed, often in float32 on purpose; they and
-    tensors that are mere attributes follow to float64 only.
+    Persistent buffers follow. Other buffers are constants that modules computed, often deliberately in float32. These
+    buffers, and tensors that are plain attributes, follow only to float64.
     """
     if dtype not in FLOATING:
-        raise ValueError(f"expected a dtype out of {', '.join(FLOATING)}, got {dtype!r}")
+        raise ValueError(f"expected a dtype among {', '.join(FLOATING)}, got {dtype!r}")
     check_unsharded(model)
     try:
         model = deep_copy(model, {})
@@ -61,7 +61,7 @@ def copy_in(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Registered buffers by name, without sparse and nested ones."""
+    """Registered buffers by name, except sparse and nested ones."""
     return ((name, buffer) for name, buffer in model.named_buffers() if is_leaf(buffer))
 
 
@@ -72,16 +72,16 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def second_copy(module: nn.Module, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy that shares the parameters of ``model`` and has buffers and attributes of its own.
+    """A copy that shares the parameters of ``model`` and has its own buffers and attributes.
 
-    With it the copies of all that is in the module, by the id of the first.
+    Also returns the copies of everything in the module, by the id of the original.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return deep_copy(module, memo), memo
 
 
 def counterparts(model: nn.Module, other: nn.Module) -> dict[int, Any]:
-    """By id, the modules of a model and those of its second copy, and their parameters as themselves."""
+    """By id, the modules of a model with their counterparts in its second copy, and the parameters unchanged."""
     modules = zip(model.modules(), other.modules(), strict=True)
     return {
         **{id(module): its for module, its in modules},
@@ -90,27 +90,27 @@ def counterparts(model: nn.Module, other: nn.Module) -> dict[int, Any]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where batches go: the device of the first parameter."""
+    """The device for batches: that of the first parameter."""
     return next(model.parameters()).device
 
 
 @contextmanager
 def running(model: nn.Module, dtype: str) -> Iterator[None]:
-    """The surroundings of each run: the same random numbers, gradients, no compilation, and what float64 needs."""
+    """The context of each run: equal random numbers, gradients, no compilation, and the requirements of float64."""
     devices = sorted(
         {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}, key=str
     )
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        # The same dropout in all runs: the float64 run is no reference for other random numbers.
+        # The same dropout in all runs: a float64 run with other random numbers would be no reference.
         torch.default_generator.manual_seed(SEED)
         for device in devices:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(SEED)
-        # Also without a backward: some modules of torch take another path where no gradient is asked for.
+        # Also without a backward: some torch modules take another path if no gradient is needed.
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
-            # Compiled code calls no hooks. The stance is set only where dynamo is loaded: importing
+            # Compiled code calls no hooks. The stance is set only if dynamo is loaded, because importing
             # it takes seconds.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if dtype == "float64":
@@ -125,7 +125,7 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-# Of tensors with numbers of another dtype in the same bytes.
+# Methods of tensors that show the same bytes as numbers of another dtype.
 REINTERPRETING = {Tensor.view}
 CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
@@ -140,7 +140,7 @@ TYPES = {
 
 
 class _Float64(TorchFunctionMode):
-    """Requests for narrower floating dtypes become requests for float64, in forward and in backward."""
+    """Turns requests for narrower floating dtypes into requests for float64, in forward and in backward."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,14 +149,14 @@ class _Float64(TorchFunctionMode):
         if func in REINTERPRETING:
             return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
-            # torch has left the mode, and a backward has the mode in which it starts.
+            # torch has left the mode here, and a backward runs in the mode in which it starts.
             with self:
                 return _backward(args[0], **kwargs)
         if func in CASTS:
             return _to(args[0], CASTS[func], **kwargs)
         if func in LIKE_ANOTHER and isinstance(other := (*args, *kwargs.values())[1], Tensor):
             func, args, kwargs = Tensor.to, (args[0], other.device, other.dtype, *args[2:]), {}
-        # Generators draw other numbers in float64, and runs must be comparable.
+        # Generators draw different numbers in float64, and runs must be comparable.
         if func in DRAWN and kwargs.get("dtype") != torch.float64:
             # Drawn as in the float32 run, then widened.
             return func(*args, **{**kwargs, "dtype": torch.float32}).double()
@@ -172,7 +172,7 @@ class _Float64(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in (Tensor.to, Tensor.type) and asked in SIXTEEN_BITS and result is args[0]:
             return result.clone()
-        # Results of narrow tensors stay narrow: a changed view of one must reach the tensor itself.
+        # Results of narrow tensors stay narrow: a change of a view must reach the tensor itself.
         if isinstance(result, Tensor) and _narrow(result) and not _any_narrow((*args, *kwargs.values())):
             return result.to(WIDE[result.dtype])
         return result
@@ -186,7 +186,7 @@ def _backward(
     inputs: None = None,
     **kwargs: Any,
 ) -> None:
-    """``torch.autograd.backward`` from the tensors' edges, for which torch does not ask the mode again."""
+    """``torch.autograd.backward`` from the tensors' edges, for which torch does not call the mode again."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     gradients = grad_tensors if gradient is None else gradient
     if gradients is None or isinstance(gradients, Tensor):
@@ -200,7 +200,7 @@ def _backward(
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """``torch.nn.functional.grouped_mm``, which torch does not have in float64, of experts' weights [E, K, N]."""
+    """``torch.nn.functional.grouped_mm`` for experts' weights [E, K, N], because torch has none in float64."""
     if offs is None:
         return rows @ weights
     if (rows.ndim, weights.ndim) != (2, 3):
@@ -215,8 +215,8 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: 
 
 
 def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy leave the tensor as it was."""
-    # float64 to float64 is the tensor itself, where a cast to bfloat16 is a new one.
+    """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy do not reach the tensor."""
+    # A cast from float64 to float64 returns the tensor itself, while a cast to bfloat16 returns a new one.
     wide = tensor.to(WIDE[dtype], **kwargs)
     return wide.clone() if wide is tensor and dtype in SIXTEEN_BITS else wide
 
@@ -226,7 +226,7 @@ def _wide(value: Any) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    """Of ``"torch.FloatTensor"`` and of ``torch.FloatTensor``."""
+    """The name of ``"torch.FloatTensor"`` and of ``torch.FloatTensor``."""
     if isinstance(value, type):
         return f"{value.__module__}.{value.__name__}"
     return value if isinstance(value, str) else ""
@@ -243,12 +243,12 @@ def _any_narrow(values: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def all_float64() -> Iterator[None]:
-    """Inside, what PyTorch code asks of torch in float32, bfloat16 or float16 is computed in float64.
+    """Inside, computations that PyTorch code requests in float32, bfloat16 or float16 run in float64.
 
-    Seen are ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast does nothing
-    to float64. Not seen are NumPy, extensions that call no function of torch, and the backward of
-    ``torch.autograd.grad``. Narrow tensors that existed before stay narrow: what was rounded stays rounded. Random
-    numbers are those of a float32 run.
+    This covers ``.float()``, ``.to(dtype)``, ``dtype=`` arguments and new tensors without a dtype. Autocast has no
+    effect on float64. It does not cover NumPy, extensions that call no function of torch, and the backward of
+    ``torch.autograd.grad``. Narrow tensors from before stay narrow: what was rounded stays rounded. Random numbers are
+    those of a float32 run.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -1,12 +1,12 @@
-"""What this batch and these weights could not have shown.
+"""The self-test: faults that this batch and these weights could not reveal.
 
-A comparison that finds nothing is worth as much as what it would have found. So typical faults are planted in copies of
-the torch model, one at a time, and the module's output in float64 is held against that of the right model, over the
-same floor as everywhere. The JAX model takes no part: where the two are the same, a fault of the one is a fault of the
+A comparison without findings is worth as much as the faults that it would find. So the self-test plants typical faults
+in copies of the torch model, one at a time, and compares the module's output in float64 with the correct model's,
+over the usual floor. The JAX model takes no part: if the two are the same, a fault of one is a fault of the
 other.
 
-Each fault is small and common in ports: a norm's epsilon, a transposed matrix, weights that are a little old, a bias
-left out, two heads swapped, another rotary base, another activation, a mask that is off by one.
+Each fault is small and common in ports: a norm's epsilon, a transposed matrix, slightly outdated weights, a bias left
+out, two heads swapped, another rotary base, another activation, a mask that is off by one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MOST_FAULTS = 60
 def plant_faults(
     side: Side, batch: Any, dtype: str = "float32", most: int = MOST_FAULTS
 ) -> Iterator[Revealed]:
-    """Plant each typical fault in a copy of a torch model, and say whether ``batch`` shows it.
+    """Plant each typical fault in a copy of a torch model, and report whether ``batch`` reveals it.
 
-    ``most``: of all faults, so many are tried, spread evenly over the model. ``ValueError`` for a side that is no torch
+    ``most``: the number of faults to try, spread evenly over the model. ``ValueError`` for a side that is not a torch
     model, such as a trace.
     """
     if not isinstance(side, TorchSide):
@@ -54,14 +54,14 @@ def plant_faults(
 
 
 def with_fault(side: TorchSide, fault: Fault) -> TorchSide:
-    """A side of a copy of the model that has the fault."""
+    """A side with a copy of the model that has the fault."""
     model = copy.deepcopy(side.model)
     fault.plant(model)
     return TorchSide(model, side.loss, optimizer=side.optimizer)
 
 
 def _owners(side: Side) -> set[str]:
-    """Paths of the modules that have parameters, of their own or inside."""
+    """Paths of modules that have parameters, their own or inside."""
     owners = {""}
     for name in side.weights():
         parts = name.split(".")[:-1]
@@ -70,9 +70,9 @@ def _owners(side: Side) -> set[str]:
 
 
 def _around(path: str, recording: Recording, owners: Container[str]) -> Sequence[Call]:
-    """The calls of the module; of the nearest module around it that was called, where it was not (a table of its).
+    """The module's calls; if it was not called (a table), the calls of the nearest enclosing module that was.
 
-    A module without parameters has no partner in a comparison: its fault shows in all modules that have some, or not.
+    A module without parameters has no partner in a comparison: its fault shows in the modules around it, or not.
     """
     if path not in owners:
         return [call for call in recording.calls if call.path in owners]
@@ -96,22 +96,22 @@ def _ratio(call: Call, right: Recording, low: Recording, faulty: Recording, dtyp
 
 
 def _spread(faults: Sequence[Any], most: int) -> list[Any]:
-    # Evenly over the list, which follows the layers: the first faults alone would leave the deep
-    # half untried.
+    # Evenly over the list, which follows the layers: with only the first faults, the deep half would
+    # stay untested.
     return [faults[number * len(faults) // most] for number in range(most)]
 
 
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _STALE = 1e-3
-"""A few steps of training at usual rates move a weight by such a part of its spread."""
+"""A few training steps at usual rates move a weight by this fraction of its spread."""
 _ROTARY = 50.0
 """From a base of 1e4 to Llama-3\'s of 5e5."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``plant`` changes a model for good: give it a copy. ``module``: the path where the fault lies."""
+    """``plant`` changes a model permanently: pass a copy. ``module``: the path of the fault."""
 
     name: str
     module: str
@@ -162,13 +162,13 @@ def _weight(
 
 
 def _stale(weight: torch.Tensor) -> torch.Tensor:
-    # A generator of its own: the model's random numbers stay those of the right run.
+    # A separate generator: the model's random numbers stay those of the correct run.
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
     return weight + _STALE * weight.std() * noise
 
 
 def _heads(model: nn.Module, module: nn.Module) -> tuple[str, int] | None:
-    """The query's projection below an attention module, and how many heads the model has."""
+    """The query's projection below an attention module, and the number of heads."""
     query = next((n for n, _ in module.named_children() if n in ("q_proj", "query", "wq", "q")), None)
     if query is None or not isinstance(getattr(module.get_submodule(query), "weight", None), torch.Tensor):
         return None

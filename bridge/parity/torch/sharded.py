@@ -1,11 +1,11 @@
-"""A sharded PyTorch model as one side of a trace: it runs as it is, on all ranks, and rank 0 gets what it did, whole.
+"""A sharded PyTorch model as one side of a trace: it runs unchanged on all ranks, and rank 0 gets the whole record.
 
     rank 0   rows 0, 1 -> [ model, its shards ] -> activations of rows 0, 1 --+
                              | collectives                                     +-> as if one process had run all rows
     rank 1   rows 2, 3 -> [ model, its shards ] -> activations of rows 2, 3 --+
 
-Ranks that were given the same rows are replicas (tensor parallelism): one of them counts, and the others must hold the
-same values. DTensors, also those that modules give each other, are made whole by their own collectives.
+Ranks with the same rows are replicas (tensor parallelism): one of them counts, and the others must hold the same
+values. DTensors, also those that modules pass to each other, are gathered by their own collectives.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def capture_sharded(
     samples: Mapping[int, int] | None = None,
     reference: nn.Module | None = None,
 ) -> None:
-    """Run a sharded model on all ranks of the default process group; rank 0 writes one trace, whole.
+    """Run a sharded model on all ranks of the default process group; rank 0 writes one complete trace.
 
-    The trace is that of one process with all rows: activations of all ranks, concatenated in the order of ranks,
-    parameters and gradients whole, the mean loss. ``batch``: this rank's own rows, as many on all ranks, as in
-    training; ranks of one tensor-parallel group give the same ones. ``loss``: a mean over rows, as data parallelism
-    needs it.
+    The trace equals that of one process with all rows: activations of all ranks, concatenated in rank order, whole
+    parameters and gradients, the mean loss. ``batch``: this rank's own rows, the same number on all ranks, as in
+    training; ranks of one tensor-parallel group pass the same rows. ``loss``: a mean over rows, as data parallelism
+    requires.
 
-    The model runs in its own precision, which ``dtype`` names, and must not have gradients yet; weights and buffers are
-    as before afterwards. ``reference``: the model in float64, sharded alike; it gets the model's weights. With it a
-    comparison sees what one of plain models sees. Without, it sees differences above the rounding of ``dtype``.
+    The model runs in its own precision, which ``dtype`` names, and must not have gradients yet; its weights and buffers
+    are restored afterwards. ``reference``: the model in float64, sharded in the same way; it gets the model's weights.
+    With it, a comparison is as sharp as for plain models. Without it, only differences above ``dtype`` rounding show.
 
-    All ranks raise ``ValueError`` or ``TraceError`` for what can be seen before the run. An error in the run is raised
-    where it happens; the other ranks fail when that process ends. No trace is written then.
+    All ranks raise ``ValueError`` or ``TraceError`` for problems that are visible before the run. An error during the
+    run is raised on its rank; the other ranks fail when that process ends. No trace is written then.
     """
     ranks = Ranks.of(batch)
     dtype = full_name(dtype, FLOATING)
@@ -81,7 +81,7 @@ def capture_sharded(
 
 def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | None) -> None:
     if isinstance(loss, str) and loss not in LOSSES:
-        raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
+        raise ValueError(f"expected a loss among {', '.join(LOSSES)} or a function, got {loss!r}")
     for what, checked in (("model", model), ("reference", reference)):
         for name, parameter in () if checked is None else checked.named_parameters():
             if parameter.grad is not None:
@@ -91,7 +91,7 @@ def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | Non
     own, its = dict(model.named_parameters()), dict(reference.named_parameters())
     if own.keys() != its.keys():
         odd = sorted(own.keys() ^ its.keys())[0]
-        raise ValueError(f"reference: expected the parameters of the model, got only one of both: {odd}")
+        raise ValueError(f"reference: expected the parameters of the model, got only in one of them: {odd}")
     for name, parameter in its.items():
         if parameter.shape != own[name].shape or is_sharded(parameter) != is_sharded(own[name]):
             raise ValueError(
@@ -105,9 +105,9 @@ def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | Non
 
 
 class ShardedTorchSide(OneRecording):
-    """See ``capture_sharded`` and ``Side``. All methods are collectives; rank 0's results are whole.
+    """See ``capture_sharded`` and ``Side``. All methods are collectives; only rank 0's results are whole.
 
-    ``notes``: what did not fit together on the ranks.
+    ``notes``: results that did not fit together across the ranks.
     """
 
     runs_once = "a module of a sharded model cannot run alone"
@@ -210,7 +210,7 @@ class ShardedTorchSide(OneRecording):
         return {**parameters, **self._whole("buffer after training", model.named_buffers())}
 
     def _whole(self, what: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-        """Sharded tensors by their own collectives; others, which all ranks should have alike, are rank 0's."""
+        """Sharded tensors, gathered by their own collectives; rank 0's copy of others, which should be equal."""
         whole = {}
         for name, tensor in tensors:
             whole[name] = to_numpy(tensor)
@@ -232,7 +232,7 @@ class _Saved:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards parameters and buffers have the values of before, and no gradients."""
+    """Restore parameters and buffers afterwards, and remove gradients."""
     kept = [_Saved(saved, saved.detach().clone()) for saved in _tensors(model)]
     try:
         yield
@@ -249,7 +249,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _kind(module: nn.Module) -> str:
-    """The class as it was before sharding, which puts a class of its own in its place."""
+    """The class before sharding, which replaces it with its own class."""
     bases = type(module).__bases__
     sharded = len(bases) == 2 and bases[0].__name__ == "FSDPModule"
     return (bases[1] if sharded else type(module)).__name__

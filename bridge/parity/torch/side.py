@@ -45,7 +45,7 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 @dataclass
 class _Run:
-    """The last record in a dtype: the copy of the model that ran, as it was before, and its calls.
+    """The last record in a dtype: the copy of the model that ran, in its state before the run, and its calls.
 
     ``weights``: parameters that are on disk until they are used.
     """
@@ -55,7 +55,7 @@ class _Run:
     weights: StoredLeaves
 
     def shelve(self) -> None:
-        """Write the parameters to disk, and keep their shapes only."""
+        """Write the parameters to disk, and keep only their shapes."""
         for name, parameter in self.model.named_parameters():
             # Subclasses and other devices have no bytes that a file could be mapped to.
             plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
@@ -82,19 +82,19 @@ class _Run:
 class TorchSide:
     """A PyTorch model with its loss; see ``Side``. Runs happen on the model's devices and in its mode.
 
-    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``losses``.
-    ``optimizer``: from parameters to a ``torch.optim.Optimizer``, by default AdamW.
+    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, which None means, too. See
+    ``losses``. ``optimizer``: from parameters to a ``torch.optim.Optimizer``, by default AdamW.
 
-    All runs are of copies, each with the same random numbers. In a copy all floating-point parameters and persistent
+    All runs use copies, each with the same random numbers. In a copy all floating-point parameters and persistent
     buffers have the run's dtype, and all parameters have gradients. Other buffers, such as a rotary embedding's
-    frequencies, keep the values that they got when the model was made; they and tensors that are attributes of modules
-    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``run_in_dtype``),
-    and keep their dtype in the others.
+    frequencies, keep the values from the model's construction. In a float64 run, these buffers and tensors that are
+    attributes of modules become float64, and all computation in torch happens in float64 (``run_in_dtype``). In other
+    runs they keep their dtype.
 
-    An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in
-    place later and was an input of the module or was changed in place inside.
+    An output has no gradient if autograd does not reach it, for instance under ``no_grad``; and if it is changed in
+    place later and was an input of the module, or was changed in place inside.
 
-    TypeError for what is no module, ValueError for one without parameters, or with some on the meta device.
+    TypeError if the argument is no module, ValueError for a module without parameters, or with some on the meta device.
     """
 
     framework = "torch"
@@ -105,7 +105,7 @@ class TorchSide:
         self, model: nn.Module, loss: str | Loss | None = None, *, optimizer: OptimizerFactory | None = None
     ) -> None:
         if isinstance(loss, str) and loss not in LOSSES:
-            raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
+            raise ValueError(f"expected a loss among {', '.join(LOSSES)} or a function, got {loss!r}")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         parameters = dict(model.named_parameters())
@@ -120,7 +120,7 @@ class TorchSide:
         self._runs: dict[str, _Run] = {}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Tied ones once."""
+        """Parameters by name; tied ones once."""
         return _values(self.model.named_parameters())
 
     def buffers(self) -> dict[str, np.ndarray]:
@@ -128,9 +128,9 @@ class TorchSide:
         return _values(buffers_of(self.model))
 
     def load(self, weights: Leaves) -> None:
-        """Also the copies for ``rerun``. Values are cast to the model's dtypes.
+        """Set the weights, also in the copies for ``rerun``. Values are cast to the model's dtypes.
 
-        ``ValueError`` also names parameters that are sharded. Then none is set.
+        ``ValueError`` also names sharded parameters. In this case no parameter is set.
         """
         parameters = dict(self.model.named_parameters())
         own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self.model))}
@@ -158,7 +158,7 @@ class TorchSide:
         """Floats are cast to ``dtype``, integers to int64.
 
         ``ValueError`` if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is
-        no scalar.
+        not a scalar.
         """
         kept = copy_in(self.model, dtype)
         for parameter in kept.parameters():
@@ -172,7 +172,7 @@ class TorchSide:
             with recorder.on():
                 loss = self._scalar(model, inputs)
             if not recorder.calls:
-                raise ValueError("the loss called no module of the model that it was given as first argument")
+                raise ValueError("the loss called no module of the model that it got as first argument")
             buffers = _stored(buffers_of(model), store)
             gradients: Leaves = {}
             if backward:
@@ -203,10 +203,10 @@ class TorchSide:
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """See ``Side``. Numbers of calls inside, in ``replaced`` as in the result, count from 0 in this rerun.
+        """See ``Side``. Numbers of inner calls, in ``replaced`` and in the result, count from 0 in this rerun.
 
-        No gradient flows into a call whose output is replaced: the replacement is a constant. KeyError for calls and
-        leaves that there are not, ValueError for arrays of another shape.
+        No gradient flows into a call with a replaced output: the replacement is a constant. KeyError for calls and
+        leaves that do not exist, ValueError for arrays of another shape.
         """
         run = self._runs.get(dtype)
         where = f"{path!r}, call {number}"
@@ -283,7 +283,7 @@ class TorchSide:
         self._runs.clear()
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
-        """Train a copy, one step for each batch. Frozen parameters stay. ValueError without batches, if all
+        """Train a copy, one step for each batch. Frozen parameters stay constant. ValueError without batches, if all
         parameters are frozen, or as ``record``.
 
         Weights are in ``dtype``.
@@ -354,7 +354,7 @@ def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
 
 
 def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Leaves:
-    """Backward. Each parameter's gradient leaves the memory when it is made."""
+    """Run backward. Each parameter's gradient leaves the memory as soon as it exists."""
     made = store.leaves()
 
     def store_as(name: str, parameter: torch.Tensor) -> None:
@@ -362,7 +362,7 @@ def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Lea
         if gradient is None or gradient.layout is not torch.strided:
             return
         if name in made:
-            # A backward within the backward, of a checkpoint, accumulates as autograd does.
+            # A backward inside the backward, from a checkpoint, accumulates as autograd does.
             gradient = to_torch(made[name], gradient.device) + gradient
         made[name] = to_numpy(gradient, copy=gradient.nbytes < LEAST)
         parameter.grad = None
@@ -386,7 +386,7 @@ def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Lea
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
-    """Gradients that a backward left, zeros without one; and an end to them."""
+    """The gradients of a backward, zeros where there is none; clears them on the parameters."""
     gradients = {}
     for name, parameter in parameters:
         if parameter.requires_grad:

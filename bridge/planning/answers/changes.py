@@ -1,11 +1,11 @@
-"""Changes of a policy that make it need less memory: the space that a search looks through.
+"""Changes of a policy that reduce its memory: the search space.
 
 Four things may change, each in one way or not at all::
 
     recompute   layers      units of which there are several recompute their activations
-    precision   compute     forward and backward in bfloat16; gradients cross the network in the dtype they had
-    strategy    rung        every unit is sharded at least as the rung says; those that are sharded more stay
-    mesh        inner axis  of two data-parallel axes: another number of devices on the inner one
+    precision   compute     forward and backward in bfloat16; gradients keep their dtype on the network
+    strategy    rung        every unit is sharded at least as far as the rung; units that are sharded further stay
+    mesh        inner axis  with two data-parallel axes: another number of devices on the inner axis
 
     rungs       one axis    no_shard  optim  optim_grads  optim_grads_params
                 two axes    no_shard  optim  optim_grads  hsdp  hfsdp  and all three kinds sharded over both axes
@@ -25,7 +25,7 @@ from bridge.planning.cost.units import ROOT, outward
 from bridge.planning.models.model import Model
 
 Depths = tuple[int, int, int]
-# How many of the innermost axes parameters, gradients and optimizer state are sharded over.
+# The numbers of innermost axes over which parameters, gradients and optimizer state are sharded.
 _RUNGS: dict[int, tuple[Depths, ...]] = {
     1: ((0, 0, 1), (0, 1, 1), (1, 1, 1)),
     2: ((0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 1, 2), (2, 2, 2)),
@@ -34,7 +34,7 @@ _RUNGS: dict[int, tuple[Depths, ...]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy, and in words what was changed to get it."""
+    """A policy, and the changes that led to it, in words."""
 
     changes: tuple[str, ...]
     policy: ShardingPolicy
@@ -47,7 +47,7 @@ class _Change:
 
 
 def variants(policy: ShardingPolicy, model: Model, devices: int) -> Iterator[Variant]:
-    """Each policy that changes lead to on ``devices`` devices once, those with fewer changes first; not ``policy``."""
+    """The policies that changes lead to on ``devices`` devices, each once, fewer changes first; not ``policy``."""
     kinds = (
         _recomputed(policy, model),
         [_Change("compute in bfloat16", _narrow)],
@@ -65,7 +65,7 @@ def variants(policy: ShardingPolicy, model: Model, devices: int) -> Iterator[Var
 
 
 def _recomputed(policy: ShardingPolicy, model: Model) -> list[_Change]:
-    """Of units inside each other the outer ones, since an inner one of two that recompute runs three times."""
+    """Of nested units only the outer ones, because the inner of two recomputing units would run three times."""
     try:
         chosen = policy.units_of(model.modules)
     except PolicyError:
@@ -88,7 +88,7 @@ def _narrow(policy: ShardingPolicy) -> ShardingPolicy:
     precision = policy.precision
     if precision.compute_dtype in (None, "bfloat16", "float16"):
         return policy
-    # Left out, the dtype of reductions would follow that of the computation.
+    # If it were left out, the dtype of reductions would follow the dtype of the computation.
     return replace(policy, precision=replace(precision, compute="bfloat16", reduce=precision.reduce_dtype))
 
 
@@ -122,7 +122,7 @@ def _named(depths: Depths, ndim: int) -> StrategyName | None:
         for name, strategy in STRATEGIES.items()
         if (strategy.parameters, strategy.gradients, strategy.optimizer) == depths
     ]
-    # Of two names for one strategy the later is that of two axes, hsdp.
+    # If one strategy has two names, the later name is the one for two axes, hsdp.
     return known[-1 if ndim == 2 else 0] if known else None
 
 

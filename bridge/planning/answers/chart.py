@@ -1,4 +1,4 @@
-"""Plans as a picture: bytes a device holds, by kind, beside the bytes it sends, by collective."""
+"""Plans as a picture: the bytes a device holds, by kind, next to the bytes it sends, by collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HATCHES = ("", "///", "", "...", "\\\\\\", "xxx", "", "")
 
 
 def chart(comparison: Comparison) -> Figure:
-    """A bar for each plan, in the order of the table; dashed: the memory of a device, dotted: without the reserve."""
+    """A bar for each plan, in the order of the table; dashed: a device's memory, dotted: memory less the reserve."""
     plans = comparison.plans
     figure = Figure(figsize=(12, 1.6 + _BAR * len(plans)), layout="constrained")
     memory, traffic = figure.subplots(1, 2, sharey=True)
@@ -40,7 +40,7 @@ def chart(comparison: Comparison) -> Figure:
     traffic.set_title("bytes that a device sends in a step")
     for axes in (memory, traffic):
         axes.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
-        # In units of the font: below the numbers of the axis, however low the chart is.
+        # In units of the font: below the numbers of the axis, however small the chart is.
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3, ncols=3)
     return figure
 

@@ -1,17 +1,17 @@
 """Plans of one model under several policies, numbers of devices and workloads, and the cheapest of them.
 
-The cheapest plan is the one that fits and whose devices send the fewest bytes in a step; of equal ones, the one with
-the lowest peak. Plans on different numbers of devices, or of different workloads, are not compared, since some do more
-work than others. A policy fits a number of devices when it fits in every requested runtime. Its bytes and its peak are
-the largest of the runtimes'.
+The cheapest plan is the one that fits and whose devices send the fewest bytes in a step; among equals, the one with
+the lowest peak. Plans for different numbers of devices or different workloads are not compared, because some do more
+work than others. A policy fits a number of devices if it fits in every requested runtime. Its bytes and its peak are
+the larger ones of the runtimes.
 
-A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
-what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
+A policy fits if its peak is within the memory of a device less a reserve, a share of the memory. The reserve covers
+everything that a peak leaves out (see ``peak``): fragmentation, and buffers of the framework and the network library.
 
-A peak without activations is not the whole one: such a plan is never known to fit, and is never the cheapest. A peak on
-a mesh with model axes, or of a model with frozen layers, counts activations that are not there, and is an upper bound.
-Any other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only where its bytes at rest
-do not; between these and the peak the answer is unknown (``CostPlan.least``).
+A peak without activations is incomplete: such a plan is never known to fit, and is never the cheapest. On a mesh with
+model axes, or for a model with frozen layers, the peak counts activations that do not exist, and is an upper bound. Any
+other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only if its bytes at rest do not
+fit; between the bytes at rest and the peak the answer is unknown (``CostPlan.least``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESERVE = Fraction(1, 10)
 
 
 def fits_within(plan: CostPlan, usable: int) -> bool | None:
-    """Whether a plan's peak is within ``usable`` bytes; None where its bounds leave that open."""
+    """Whether a plan's peak is within ``usable`` bytes; None if its bounds do not decide."""
     if plan.least > usable:
         return False
     return True if plan.peak.complete and plan.peak.total <= usable else None
@@ -39,7 +39,7 @@ def fits_within(plan: CostPlan, usable: int) -> bool | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest policy that fits on ``devices`` devices for ``workload``; None when no policy is known to.
+    """The cheapest policy that fits on ``devices`` devices for ``workload``; None if no policy is known to fit.
 
     unknown: policies that may or may not fit.
     """
@@ -55,7 +55,7 @@ class Comparison:
     """``plans`` in the order of policies, devices, workloads, runtimes. ``memory``: bytes of one device, or None.
 
     ``reserve``: the share of ``memory`` that stays free, from 0 to below 1.
-    ``refused``: the reason why a policy is impossible on a number of devices.
+    ``refused``: the reasons why a policy is impossible on a number of devices.
     """
 
     plans: tuple[CostPlan, ...]
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def workloads(self) -> tuple[Workload, ...]:
-        """Each once, in the order of the plans."""
+        """Each workload once, in the order of the plans."""
         return tuple(dict.fromkeys(plan.workload for plan in self.plans))
 
     @property
@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def in_runtimes(self) -> str:
-        """Words after "no policy fits": a policy must fit in all runtimes that are planned."""
+        """Words after "no policy fits": a policy must fit in all planned runtimes."""
         names = sorted({plan.runtime for plan in self.plans})
         return f" in both runtimes; --runtime {' or '.join(names)} asks for one" if len(names) > 1 else ""
 
@@ -126,10 +126,10 @@ def compare(
 ) -> Comparison:
     """Plan every model (by runtime) under every policy on every number of devices, for every workload.
 
-    A runtime that cannot run ``optimizer`` is left out, and told of in ``refused``.
+    A runtime that cannot run ``optimizer`` is left out, and listed in ``refused``.
 
-    Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices, and when no
-    runtime can run the optimizer.
+    Raises ``PlanError`` if a policy does not fit the model or any of the numbers of devices, and if no runtime can run
+    the optimizer.
     """
     reasons = {runtime: optimizer.why_not(runtime, model.stacks) for runtime, model in models.items()}
     models = {runtime: model for runtime, model in models.items() if reasons[runtime] is None}

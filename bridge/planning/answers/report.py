@@ -21,7 +21,7 @@ _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each plan, the answer first; workloads are told apart where there are several."""
+    """Headings, and a row for each plan, the answer first; with several workloads, columns that name them."""
     several = len(comparison.workloads) > 1
     asked = comparison.memory is not None
     offloading = any(plan.at_rest.host for plan in comparison.plans)
@@ -43,7 +43,7 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
 
 
 def by_unit(plan: CostPlan) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each kind of unit, of all its units together; the last row is the total."""
+    """Headings, and a row for each kind of unit, for all its units together; the last row is the total."""
     rows = [
         _unit_row(
             (unit.title, unit.kind.strategy.name + _recomputed(unit.kind.recompute)),
@@ -121,42 +121,42 @@ def notes(comparison: Comparison) -> Sequence[str]:
 
 
 def _what_is_counted(comparison: Comparison) -> Iterator[str]:
-    """How the numbers are to be read: what they leave out, and what is above the truth."""
+    """How to read the numbers: what they leave out, and which ones are upper bounds."""
     plans, first = comparison.plans, comparison.plans[0]
     if first.optimizer != ADAMW:
         yield f"optimizer: {first.optimizer}"
     if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in plans):
         yield (
-            f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
-            "whole ones are counted, but not what XLA holds besides them and sends; > is for the bytes at rest, "
-            "which must be there: compile it with --target"
+            f"jax: {first.optimizer.name} looks at shapes, so an update brings whole weights and gradients together: "
+            "they are counted, but not what XLA holds and sends in addition; > marks the bytes at rest, "
+            "which are always needed: compile the step with --target"
         )
     in_jax = [plan for plan in plans if plan.runtime == "jax"]
     if any(group.has_remainders for plan in in_jax for unit in plan.units for group in unit.groups):
-        yield "jax: store_param_remainders changes nothing, since compute weights live inside of a step only"
+        yield "jax: store_param_remainders has no effect, because compute weights exist only inside a step"
     if any(isinstance(unit.kind.recompute, str) for plan in plans for unit in plan.units):
         yield (
-            "recompute: results of products that a unit keeps are not counted; > is for the bytes at rest, which must "
-            "be there"
+            "recompute: results of products that a unit keeps are not counted; > marks the bytes at rest, which are "
+            "always needed"
         )
     if frozen := sum(parameter.numel for parameter in first.model.parameters if not parameter.trainable):
         yield (
-            f"frozen: {frozen:,} parameters, without gradients and moments; activations are counted as if they were "
-            "trained, an upper bound"
+            f"frozen: {frozen:,} parameters, without gradients and moments; activations are counted as if these were "
+            "trained, which is an upper bound"
         )
     if any(not plan.model.activations for plan in plans):
         yield (
-            "peak: activations are known for built-in models only, so that --batch and --length change nothing here; "
-            "> is for the bytes at rest, which must be there"
+            "peak: activations are known only for built-in models, so --batch and --length have no effect here; "
+            "> marks the bytes at rest, which are always needed"
         )
     for runtime in dict.fromkeys(plan.runtime for plan in plans if plan.exchanges is None):
-        yield f"{runtime}: what model axes send, activations and their gradients, is not counted"
+        yield f"{runtime}: traffic over model axes (activations and their gradients) is not counted"
     if any(plan.peak_is_upper_bound and plan.mesh.model_ranks > 1 for plan in plans):
-        yield "peak: with whole activations, of which model axes cut some, and so an upper bound"
+        yield "peak: counts whole activations although model axes cut some, so it is an upper bound"
     if counted := {plan.runtime: plan.model.attention for plan in plans if plan.model.attention}:
         yield (
             f"attention: {', '.join(f'{attention} in {runtime}' for runtime, attention in counted.items())}; fused "
-            "keeps no scores, plain keeps them; --attention fused|plain counts the other"
+            "keeps no scores, plain keeps them; --attention fused|plain selects one"
         )
 
 

@@ -1,15 +1,15 @@
-"""The largest batch, the fewest devices, and the fewest changes with which a model fits a device's memory.
+"""The largest batch, the fewest devices, and the fewest changes with which a model fits in a device's memory.
 
-Nothing is compiled: a search plans. Each answer is one that trying all of its space would give, and the tests do try::
+A search only plans: it compiles nothing. Each answer equals that of an exhaustive search, which the tests run::
 
     largest batch     1, 2, 3, ... sequences      narrowed by the slope of the peak, then by halving; the peak never
                                                   falls when the batch grows
-    fewest devices    ``device_counts``           one after another: padding makes the peak no monotone function of them
-    fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
-                                                  which something fits all are tried, and are listed by bytes sent
+    fewest devices    ``device_counts``           one after another: because of padding the peak is not monotone in them
+    fewest changes    ``changes.variants``        fewer changes first; at the first number of changes with which
+                                                  something fits, all are tried, and listed by bytes sent
 
-A peak of which something is not counted never answers yes. No peak answers no, since a device may stay below it: the
-bytes at rest do. So a larger batch may fit than the one that is known to, and fewer devices may be enough.
+An incomplete peak never gives the answer yes. No peak gives the answer no, because a device may stay below it; bytes at
+rest do. So a larger batch than the reported one may fit, and fewer devices may be enough.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
 
 NODE = 8
-"""Devices of a node, where nobody says otherwise."""
+"""Devices of a node, by default."""
 MOST_DEVICES = 16384
-"""The largest number of devices that is tried. A plan for as many takes under a gigabyte of memory."""
+"""The largest number of devices to try. A plan for this many takes less than a gigabyte of memory."""
 LARGEST_BATCH = 1 << 20
-# Above as many nodes, eight numbers a doubling: each number is a plan of its own, and takes its time.
+# Above this many nodes, eight numbers per doubling: each number needs its own plan, which takes time.
 _IN_STEPS_OF_A_NODE = 16
-# Turns in which the slope of the peak leads. The peak is nearly a line, which as few turns find; a
-# peak with a bend is left to halving, which always ends.
+# Turns in which the slope of the peak leads. The peak is nearly a line, so a few turns find the answer;
+# a peak with a bend is left to halving, which always ends.
 _BY_SLOPE = 5
 
 Planner = Callable[[str, ShardingPolicy, int, Workload], CostPlan]
-"""``(runtime, policy, devices, workload) -> plan``; raises ``PlanError`` where there is none."""
+"""``(runtime, policy, devices, workload) -> plan``; raises ``PlanError`` if there is no plan."""
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """``batch``: sequences per device and microbatch that are known to fit, 0 where not even one does; None where that
+    """``batch``: sequences per device and microbatch that are known to fit, 0 if not even one fits; None if the answer
     is unknown.
     """
 
@@ -54,9 +54,9 @@ class LargestBatch:
 
 @dataclass(frozen=True)
 class FewestDevices:
-    """``devices``: known to be enough; None where none of the numbers tried is.
+    """``devices``: known to be enough; None if none of the tried numbers is.
 
-    not_below: the fewest of which that is open; None where the answer is known.
+    not_below: the fewest devices for which the answer is open; None if the answer is known.
     """
 
     runtime: str
@@ -68,7 +68,7 @@ class FewestDevices:
 class Way:
     """A policy that fits in every runtime. ``peak``, ``sent``: the largest of the runtimes'.
 
-    all_counted: whether all that is sent is known.
+    all_counted: whether all traffic is known.
     """
 
     changes: tuple[str, ...]
@@ -81,10 +81,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The changes with the lowest peak, where none is known to fit.
+    """The changes with the lowest peak, if no changes are known to fit.
 
-    ``bound``: "upper" for a peak, which a device may stay below; "lower" for bytes at rest, where not all of the peak
-    is counted. fewest: on how many devices the changed policy fits.
+    ``bound``: "upper" for a peak, which a device may stay below; "lower" for bytes at rest, if the peak is incomplete.
+    fewest: on how many devices the changed policy fits.
     """
 
     changes: tuple[str, ...]
@@ -93,16 +93,16 @@ class Nearest:
     bound: str
     fewest: tuple[FewestDevices, ...] = ()
     above: bool = True
-    """Whether the peak is above what is usable: of a lower bound, that nothing fits."""
+    """Whether the peak is above the usable memory; for a lower bound this means that nothing fits."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found for one policy on ``devices`` devices.
+    """The findings for one policy on ``devices`` devices.
 
     work: the workload in the model's words.
-    fits: whether the policy as it is fits, in every runtime; None where that is unknown.
-    ways: where it does not, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
+    fits: whether the unchanged policy fits, in every runtime; None if unknown.
+    ways: if it does not fit, the policies with the fewest changes that fit, the one with the fewest bytes sent first.
     """
 
     policy: ShardingPolicy
@@ -123,9 +123,9 @@ def search(
     node: int | None = None,
     progress: Follow = None,
 ) -> tuple[Finding, ...]:
-    """Of each policy, number of devices and workload of ``comparison``, in its order.
+    """The findings for each policy, number of devices and workload of ``comparison``, in its order.
 
-    node: the devices of a node, by which numbers of devices grow. progress: called with what is planned, each time; by
+    node: the devices of a node, the step of the numbers of devices. progress: called with the name of each plan; by
     default tqdm shows it in a notebook and on a terminal, and False shows nothing.
 
     Raises ``PlanError`` for a comparison without memory.
@@ -167,7 +167,7 @@ def _findings(
 
 
 def largest_batch(plan: CostPlan, usable: int) -> LargestBatch:
-    """Of the plan's policy, devices, length and microbatches; at most ``LARGEST_BATCH``."""
+    """For the plan's policy, devices, length and microbatches; at most ``LARGEST_BATCH``."""
 
     def peak(batch: int) -> int:
         return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total
@@ -182,7 +182,7 @@ def largest_batch(plan: CostPlan, usable: int) -> LargestBatch:
             break
         total = peak(batch)
         low, high = (batch, high) if total <= usable else (low, batch)
-        # Nearly a line: its slope leads to the answer, or to a neighbour. Halving ends what a line does not.
+        # Nearly a line: its slope leads to the answer or to a neighbour. Halving finishes the search otherwise.
         slope = (total - first) / (batch - 1)
         ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
         batch = min(max(ahead, low + 1), high - 1)
@@ -207,9 +207,9 @@ def fewest_devices(
 
 
 def device_counts(policy: ShardingPolicy, node: int) -> Iterator[int]:
-    """Numbers of devices that a mesh may have: parts of a node, whole nodes, and above 16 nodes eight a doubling.
+    """Numbers of devices that a mesh may have: parts of a node, whole nodes, above 16 nodes eight per doubling.
 
-    A mesh of fixed size has one number. Numbers are multiples of an axis of fixed size.
+    A mesh of fixed size has one number. An axis of fixed size divides all numbers.
     """
     sizes = [size for _, size in policy.axes if isinstance(size, int)]
     fixed = math.prod(sizes)
@@ -236,7 +236,7 @@ def _with_ways(
         try:
             plans = [planner(runtime, variant.policy, finding.devices, work) for runtime in models]
         except PlanError:
-            # Such as layers of a stack that would be cut differently.
+            # For example, layers of a stack that would be cut differently.
             continue
         peak = max(plan.peak.total for plan in plans)
         least = max(plan.least for plan in plans)

@@ -1,4 +1,4 @@
-"""What a search found, as rows of text, as JSON values, and as a policy file."""
+"""The findings of a search as rows of text, as JSON values, and as a policy file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
 SHOWN = 5
-"""Rows shown of policies that fit."""
+"""Rows shown for policies that fit."""
 
 
 def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
@@ -41,10 +41,10 @@ def _devices(fewest: FewestDevices) -> str:
 
 
 def heading(finding: Finding) -> str:
-    """One sentence: whether the policy fits, and if not, what does."""
+    """One sentence: whether the policy fits, and if not, which changes make it fit."""
     where = f"{finding.policy.source} on {finding.devices} devices, {finding.work}"
     if finding.fits:
-        return f"{where}: fits as it is"
+        return f"{where}: fits without changes"
     if finding.ways:
         count = len(finding.ways[0].changes)
         changes = "1 change" if count == 1 else f"{count} changes"
@@ -57,7 +57,7 @@ def heading(finding: Finding) -> str:
     lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
     if nearest.bound == "lower" and not nearest.above:
         return (
-            f"{where}: unknown, since not all of a peak is counted; the fewest bytes at rest are {lowest}: run a step "
+            f"{where}: unknown, because the peak is incomplete; the fewest bytes at rest are {lowest}: run a step "
             "and measure, or compile it with --target"
         )
     needed = ", ".join(f"{fewest.runtime} {_devices(fewest)}" for fewest in nearest.fewest)
@@ -66,7 +66,7 @@ def heading(finding: Finding) -> str:
         if nearest.bound == "lower"
         else "is known to fit; the lowest peak is"
     )
-    return f"{where}: no set of changes {fits} {lowest}; devices that are enough: {needed}"
+    return f"{where}: no set of changes {fits} {lowest}; sufficient numbers of devices: {needed}"
 
 
 def _counted(ways: Sequence[Way]) -> str:
@@ -89,8 +89,8 @@ def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
 
 
 def policy_file(finding: Finding, model: str) -> str | None:
-    """The content of a policy file that fits, the first of the ways where the given one does not; None without one."""
-    where = f"{model} on {finding.devices} devices, {finding.workload} a device and step"
+    """The content of a policy file that fits: the given policy, or the first of the ways; None if nothing fits."""
+    where = f"{model} on {finding.devices} devices, {finding.workload} per device and step"
     if finding.fits:
         return f"# {finding.policy.source}: {where}\n{finding.policy.to_toml()}"
     if not finding.ways:
@@ -101,7 +101,7 @@ def policy_file(finding: Finding, model: str) -> str | None:
 
 
 def only_file(findings: Sequence[Finding], model: str) -> str:
-    """The one policy file to save. Raises ``PlanError`` where there are several searches, or none found a policy."""
+    """The one policy file to save. Raises ``PlanError`` for several searches, or if the search found no policy."""
     if len(findings) != 1:
         raise PlanError(
             "--save: expected one policy, one number of devices and one workload, got "

@@ -1,6 +1,6 @@
 """A policy for another model or machine, and a model with frozen parameters.
 
-A policy may get other names of layers and another number of devices in a node.
+A policy may get other layer names and another number of devices in a node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bridge.planning.models.model import Model
 
 
 def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolicy:
-    """The policy with its one pattern besides the root's replaced by ``patterns``; as it is without patterns.
+    """The policy with its one pattern in addition to the root's replaced by ``patterns``; unchanged without patterns.
 
     Raises ``PlanError`` for a policy with none or several such patterns, and for patterns that a policy cannot have.
     """
@@ -27,8 +27,8 @@ def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolic
     if len(inner) != 1:
         listed = ", ".join(repr(unit.match) for unit in inner) or "none"
         raise PlanError(
-            f"--units: expected a policy with one [[unit]] besides the root's, got {listed} in {policy.source}; write "
-            "the patterns into a policy file"
+            f"--units: expected a policy with one [[unit]] in addition to the root's, got {listed} in {policy.source}; "
+            "write the patterns into a policy file"
         )
     if "" in patterns:
         raise PlanError("--units: expected patterns such as 'blocks.*', got '': the root is always a unit")
@@ -45,10 +45,10 @@ def with_node(
 ) -> list[ShardingPolicy]:
     """The policies with the ``node`` devices of a node on their model axes and the inner one of two data-parallel axes.
 
-    As they are where ``node`` is None.
+    Unchanged if ``node`` is None.
 
-    Raises ``PlanError`` where ``node`` does not divide one of ``counts``, where the outer axis is not "all", and where
-    no policy has two axes.
+    Raises ``PlanError`` if ``node`` does not divide one of ``counts``, if the outer axis is not "all", and if no policy
+    has two axes.
     """
     if node is None:
         return list(policies)
@@ -66,21 +66,21 @@ def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
     (outer, size), (inner, _), *model = policy.axes
     if size != "all":
         raise PlanError(f'--node: expected {outer} = "all" in [mesh] of {policy.source}, got {size!r}')
-    # Model axes are innermost: they lie within a node.
+    # Model axes are innermost: they stay within a node.
     beside = math.prod(int(ranks) for _, ranks in model)
     if node % beside:
         raise PlanError(
-            f"--node: expected a node of devices that the {beside} on model axes of {policy.source} divide, got {node}"
+            f"--node: expected a multiple of the {beside} devices on model axes of {policy.source}, got {node}"
         )
     return replace(policy, mesh={outer: size, inner: node // beside, **dict(model)})
 
 
 def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
-    """The model with parameters that are not trained, as ``frozen=`` of ``jax_impl`` and ``requires_grad=False``.
+    """The model with frozen parameters, as ``frozen=`` of ``jax_impl`` and ``requires_grad=False`` make them.
 
-    patterns: of whole paths of parameters, with dots or slashes: ``embed.*``, ``*/norm/*``; ``*`` matches any of both.
+    patterns: for whole paths of parameters, with dots or slashes: ``embed.*``, ``*/norm/*``; ``*`` matches both.
 
-    Raises ``PlanError`` for a pattern that matches no parameter, and where none is left to train.
+    Raises ``PlanError`` for a pattern that matches no parameter, and if no parameter is left to train.
     """
     paths = [parameter.path for parameter in model.parameters]
     frozen: set[str] = set()
@@ -97,5 +97,5 @@ def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
         for parameter in model.parameters
     )
     if not any(parameter.trainable for parameter in parameters):
-        raise PlanError(f"--frozen: expected parameters that are trained, got none left in {model.name}")
+        raise PlanError(f"--frozen: expected some parameters to train, got none left in {model.name}")
     return replace(model, parameters=parameters)

@@ -1,7 +1,7 @@
 """Bytes that one device holds between two steps, by kind.
 
-For a group of P parameters in buffers of S_a elements a device at level a (see ``buffers``), R_a of them real on the
-device, with strategy (p, g, o), m, c, g bytes an element of main weights, compute weights, gradients::
+For a group of P parameters in buffers of S_a elements per device at level a (see ``buffers``), of which R_a on the
+device are real, with strategy (p, g, o) and m, c, g bytes per element of main weights, compute weights, gradients::
 
     kind              PyTorch                                 JAX
     main weights      m S_o                                   m S_o
@@ -12,10 +12,10 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
                       0 < p < o: c S_p, or float8
                       payload and scales; p = o: 0
 
-Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o besides the compute weights.
+Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o in addition to the compute weights.
 
-Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
-the device's total. G_o is S_o and one element a parameter, see ``traffic``. Bytes of these that belong to no parameter
+``moments`` gives the moments of other optimizers and dtypes; moments in CPU memory are a separate kind, outside the
+device's total. G_o is S_o plus one element per parameter, see ``traffic``. Bytes of these that belong to no parameter
 are padding. Frozen groups have no gradients and no moments. The optimizer's step counters (4 bytes per parameter in
 PyTorch, on the host; 4 bytes in JAX) are not counted.
 """
@@ -30,14 +30,14 @@ from bridge.planning.cost.buffers import GroupBuffers
 from bridge.planning.cost.moments import held
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 
-# Bytes of a remainder: the 16 bits of a float32 that bfloat16 leaves out, as int16.
+# Bytes of a remainder: the 16 bits of a float32 that bfloat16 lacks, as int16.
 _REMAINDER = 2
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes allocated, and the part of them that holds parameters."""
+    """Allocated bytes, and the part of them that holds parameters."""
 
     allocated: int = 0
     real: int = 0
@@ -92,7 +92,7 @@ class AtRest:
         return sum(getattr(self, kind).allocated for kind in KINDS)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of parameters by kind, then of padding; they sum to ``total``."""
+        """Bytes of parameters by kind, then of padding; the sum is ``total``."""
         return {**{kind: getattr(self, kind).real for kind in KINDS}, "padding": self.padding}
 
 
@@ -131,7 +131,7 @@ def _of_group(
     if keeps_weights(group):
         compute = stored(strategy.parameters, group.compute_bytes)
         if strategy.parameters and group.shape.dtypes.gather is not None:
-            # Payload and scales; which of them belong to parameters is that of the elements.
+            # Payload and scales; the share of them that belongs to parameters equals that of the elements.
             nbytes = group.gather_bytes(strategy.parameters)
             compute = Stored(nbytes, min(nbytes, group.real(strategy.parameters, device)))
     return AtRest(main, moments, gradients, compute, own.host)

@@ -1,7 +1,7 @@
-"""The flat buffers of one parameter group on a mesh: elements of them, by level of sharding.
+"""The flat buffers of one parameter group on a mesh: their elements, by level of sharding.
 
-Level a is the buffers cut over the a innermost axes of the mesh; level 0 is whole. The layout is planned for the level
-of the optimizer state, the finest in use, and coarser levels merge its shards::
+At level a the buffers are cut over the a innermost axes of the mesh; level 0 is whole. The layout is planned for the
+level of the optimizer state, the finest in use, and coarser levels merge its shards::
 
     mesh 2 x 3          6 shards, of 14 elements and 4 of padding                 a device holds
     level 2   |w w w|w w w|w w b|b b u|u u .|. . .|    optimizer                  3, of them 3, 3, 3, 3, 2 or 0 real
@@ -54,11 +54,11 @@ class GroupBuffers:
         return self.padded / self.numel - 1 if self.numel else 0.0
 
     def size(self, level: int) -> int:
-        """Elements that a device holds at ``level``, padding included; ``level`` at most that of the state."""
+        """Elements that a device holds at ``level``, padding included; ``level`` at most the state's level."""
         return self.padded // self.mesh.shards(level)
 
     def gradient_size(self, level: int, runtime: str) -> int:
-        """Elements of a gradient buffer of ``level``: in PyTorch with a flag for each parameter and finest shard."""
+        """Elements of a gradient buffer at ``level``: in PyTorch with a flag for each parameter and finest shard."""
         flags = num_flags(self.layout, self.mesh.shards(level)) if runtime == "torch" else 0
         return self.size(level) + flags
 
@@ -83,7 +83,7 @@ class GroupBuffers:
 
     @property
     def gather_dtype(self) -> str:
-        """In which compute weights cross the network."""
+        """The dtype in which compute weights cross the network."""
         return self.shape.dtypes.compute if self.shape.dtypes.gather is None else "uint8"
 
     def gather_bytes(self, level: int) -> int:
@@ -108,7 +108,7 @@ class GroupBuffers:
 
     @property
     def collectives(self) -> StrategyCollectives:
-        """Over which axes the buffers are gathered and reduced."""
+        """The axes over which the buffers are gathered and reduced."""
         return collectives_of(self.strategy, self.mesh.ndim)
 
     @property
@@ -125,7 +125,7 @@ class GroupBuffers:
 
 
 def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
-    """The buffers of each group of a unit. Layouts are planned once for equal shapes."""
+    """The buffers of each group of a unit. The layouts for equal shapes are planned once."""
     shards = mesh.shards(kind.strategy.optimizer)
     return tuple(
         GroupBuffers(
@@ -139,7 +139,7 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
 
 
 # A comparison needs the layouts of one model for several strategies, numbers of devices and runtimes.
-# The key is everything that a layout depends on: other dtypes and runtimes share it.
+# The key contains everything that a layout depends on, so other dtypes and runtimes share it.
 @lru_cache(maxsize=1024)
 def _layout(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str, align: Align

@@ -1,4 +1,4 @@
-"""The plan of one model under one policy on one number of devices: what each unit costs, and all of them.
+"""The plan of one model under one policy on one number of devices: the cost of each unit, and of all units.
 
 model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collectives, peak      each kind once
                                              x how many units are of the kind ---> totals
@@ -34,14 +34,14 @@ from bridge.planning.models.model import Model
 from bridge.planning.models.models import resolve_models
 
 LARGE_PADDING = 0.05
-"""Padding of a unit, as a fraction of its parameters, that is worth a warning."""
+"""Padding of a unit, as a fraction of its parameters, above which a warning appears."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """The work of one data rank in an optimizer step: ``microbatches`` of ``batch`` sequences of ``length`` tokens.
 
-    A data rank is one device, or all places of the model axes together, which have the same sequences.
+    A data rank is one device, or all places of the model axes together, which get the same sequences.
     """
 
     batch: int = 1
@@ -65,9 +65,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Equal units, planned once. ``at_rest`` and ``calls`` are of one of them, on the plan's device.
+    """Equal units, planned once. ``at_rest`` and ``calls`` describe one of them, on the plan's device.
 
-    ``on_host``: names of the parameters in one whose moments are in CPU memory.
+    ``on_host``: names of the parameters in one unit whose moments are in CPU memory.
     """
 
     paths: tuple[str, ...]
@@ -89,7 +89,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters of one unit, of cut ones of one part."""
+        """Elements of the parameters of one unit; for cut parameters, of one part."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -101,10 +101,10 @@ class UnitPlan:
 
 @dataclass(frozen=True, repr=False)
 class CostPlan(Viewed):
-    """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
+    """``device``: the device that ``at_rest`` describes, row-major on the mesh; by default it is the fullest.
 
-    ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
-    ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. Only the peak depends on it.
+    ``exchanges``: collectives over model axes in a step, None if they are unknown; none without model axes.
+    ``prefetch``: the policy's, or the default of both runtimes on accelerators, 1. It affects only the peak.
     """
 
     model: Model
@@ -148,8 +148,8 @@ class CostPlan(Viewed):
         moved = staged(self.optimizer, self.placed(), self.runtime, self.device)
         if self.runtime == "jax":
             moved += brought_together(self.optimizer, self.placed())
-        # XLA chooses what an update that looks at shapes holds besides whole weights and gradients, and results of
-        # products are not counted.
+        # XLA chooses what an update that looks at shapes holds in addition to whole weights and gradients, and results
+        # of products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
         return step_peak(
@@ -164,7 +164,7 @@ class CostPlan(Viewed):
         )
 
     def placed(self) -> Iterator[Placed]:
-        """All groups; those that JAX has in one array, of the layers of a stack, together."""
+        """All groups; groups that JAX stores in one array (of the layers of a stack) together."""
         for unit in self.units:
             arrays: Counter[Any] = Counter()
             for path in unit.paths:
@@ -175,17 +175,17 @@ class CostPlan(Viewed):
 
     @property
     def peak_is_upper_bound(self) -> bool:
-        """Whether the peak counts activations that are not there: model axes cut some, frozen layers save fewer."""
+        """Whether the peak counts activations that do not exist: model axes cut some, frozen layers save fewer."""
         frozen = not all(parameter.trainable for parameter in self.model.parameters)
         return (self.mesh.model_ranks > 1 or frozen) and self.peak.complete
 
     @property
     def least(self) -> int:
-        """Bytes that a device needs for sure: those at rest. Kernels and compilers choose what else of the peak is."""
+        """Bytes that a device needs in any case: those at rest. Kernels and compilers choose how much more they use."""
         return self.at_rest.total
 
     def _together(self, paths: Collection[str]) -> Collection[int]:
-        """How many of equal units are one in JAX: those of a stack's layers."""
+        """How many of equal units are one unit in JAX: the layers of a stack."""
         places = {path: self.model.layer_of(path) for path in paths}
         return Counter((layer[0], layer[2]) if layer else path for path, layer in places.items()).values()
 
@@ -195,7 +195,7 @@ class CostPlan(Viewed):
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, of cut ones of one part."""
+        """Elements of all parameters; for cut parameters, of one part."""
         return sum(unit.numel * unit.count for unit in self.units)
 
     @property
@@ -205,7 +205,7 @@ class CostPlan(Viewed):
         return padded / self.numel - 1 if self.numel else 0.0
 
     def summary(self) -> str:
-        """What each device holds and sends, then the warnings, a line each."""
+        """What each device holds and sends, then the warnings, one per line."""
         peak = human_bytes(self.peak.total) if self.peak.complete else f"above {human_bytes(self.least)}"
         sent = human_bytes(self.traffic.wire_bytes())
         line = (
@@ -226,7 +226,7 @@ class CostPlan(Viewed):
         return [("unit", "strategy", "parameters", "padded by", "at rest"), *rows]
 
     def warnings(self) -> list[str]:
-        """Units whose padding is large."""
+        """Units with large padding."""
         return [
             f"unit {unit.title}: {100 * unit.overhead:.1f} % padding on {self.mesh.devices} devices; join small "
             "units, or shard them over fewer devices (hsdp)"
@@ -244,7 +244,7 @@ def load_policy(name_or_path: str | Path) -> ShardingPolicy:
 
 
 def parse_policy(text: str, source: str) -> ShardingPolicy:
-    """A policy from TOML text. Raises ``PlanError`` when the text is no valid policy."""
+    """A policy from TOML text. Raises ``PlanError`` if the text is not a valid policy."""
     try:
         return ShardingPolicy.parse(text, source)
     except PolicyError as error:
@@ -263,10 +263,10 @@ def make_plan(
 ) -> CostPlan:
     """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
 
-    model, policy: or their names, as ``resolve_models`` and ``load_policy`` take them.
-    device: the device whose bytes at rest the plan gives; None: the first of those that hold most.
+    model, policy: objects, or names as ``resolve_models`` and ``load_policy`` take them.
+    device: the device whose bytes at rest the plan gives; None: the first of the devices that hold the most.
 
-    Raises ``PlanError`` when the policy does not fit the model or the devices, and when the runtime cannot run the
+    Raises ``PlanError`` if the policy does not fit the model or the devices, and if the runtime cannot run the
     optimizer.
     """
     if isinstance(model, str):
@@ -277,7 +277,7 @@ def make_plan(
         raise PlanError(reason)
     if policy.model_axes and optimizer.looks_at_rows:
         raise PlanError(
-            f"{policy.source}: expected an optimizer that treats all elements alike, for parameters that are cut over "
+            f"{policy.source}: expected an optimizer that treats all elements alike, since parameters are cut over "
             f"{' and '.join(policy.model_axes)}, got {optimizer}"
         )
     if policy.precision.store_param_remainders and runtime == "torch":
@@ -325,8 +325,8 @@ def _check_remainders(policy: ShardingPolicy, optimizer: Optimizer) -> None:
         other = f"--optimizer {optimizer.name}" if optimizer.name != "adamw" else "[[parallel]]"
         raise PlanError(
             f"{policy.source}: [precision] store_param_remainders: expected --optimizer adamw and no [[parallel]] in "
-            f"PyTorch, where MainWeightAdamW alone updates remainders, of parameters that no model axis cuts, got "
-            f"{other}; plan JAX by --runtime jax"
+            f"PyTorch, because only MainWeightAdamW updates remainders, only of parameters that no model axis cuts, "
+            f"got {other}; plan JAX with --runtime jax"
         )
 
 
@@ -335,8 +335,8 @@ def _exchanges(
 ) -> Calls | None:
     if mesh.model_ranks == 1:
         return Calls()
-    # In JAX the compiler chooses them, and a model of the user's may have other activations than of tokens. Where some
-    # results are saved, how far PyTorch runs forward again is its own choice.
+    # In JAX the compiler chooses them, and a user's model may have activations that do not depend on tokens. If some
+    # results are saved, PyTorch chooses how far it runs forward again.
     selective = any(isinstance(unit.recompute, str) for unit in policy.units)
     if runtime == "jax" or not model.activations or selective:
         return None
@@ -344,7 +344,7 @@ def _exchanges(
 
 
 def _kinds(model: CutModel, moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
-    """Paths of equal units, by their kind and the names in them of which the moments are in CPU memory."""
+    """Paths of equal units, by their kind and the names in them whose moments are in CPU memory."""
     paths_by_kind: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
     for unit in model.units:
         names = (name for group in unit.kind.groups for name in group.names) if moved else ()

@@ -1,4 +1,4 @@
-"""What modules that are cut over a model axis exchange in a step of ``torch_impl``: activations and their gradients.
+"""Traffic of modules that are cut over a model axis in a step of ``torch_impl``: activations and their gradients.
 
 With B T tokens of a microbatch, for ``nn.Linear`` (out, in) and ``nn.Embedding`` (vocabulary, d)::
 
@@ -9,8 +9,8 @@ With B T tokens of a microbatch, for ``nn.Linear`` (out, in) and ``nn.Embedding`
     rowwise embedding                 all-reduce B T d
     colwise embedding                 all-gather B T d
 
-A unit that recomputes repeats its forward, but for the sum after the last rowwise module: backward needs nothing of it.
-Modules of one parent with as many input features are taken to have one input.
+A unit that recomputes repeats its forward, except the sum after the last rowwise module, which backward does not need.
+Modules of one parent with equally many input features are assumed to have one input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bridge.planning.models.model import Model
 
 @dataclass(frozen=True)
 class _Styled:
-    """A module that is cut by a style; ``shape`` and ``dtype``, as given, of its weight."""
+    """A module that a style cuts; ``shape`` and ``dtype`` of its weight, as given."""
 
     path: str
     axis: str
@@ -81,7 +81,7 @@ def exchanges(
 
 
 def _styled(model: Model, policy: ShardingPolicy) -> list[_Styled]:
-    """In the order of definition, which is taken for that of forward."""
+    """The modules in the order of definition, which is assumed to be the order of forward."""
     entries = policy.parallel_of([*model.modules, *(parameter.path for parameter in model.parameters)])
     weights = {
         parameter.module: parameter for parameter in model.parameters if parameter.path.endswith(".weight")

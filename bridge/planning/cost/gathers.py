@@ -1,8 +1,8 @@
-"""How often a microbatch gathers a unit: twice, and in JAX more often inside of units that recompute.
+"""How often a microbatch gathers a unit: twice, and in JAX more often inside units that recompute.
 
-PyTorch keeps the weights of units inside of a recomputed one from its second forward to its backward. JAX keeps those
-of the last of them, as many as ``prefetch`` allows at once, and gathers the others a third time
-(``jax_impl/runtime/unit/order.py``). Here units are taken to run in the order in which the model defines them.
+PyTorch keeps the weights of units inside a recomputed unit from the unit's second forward to its backward. JAX keeps
+the weights of the last ones, as many as ``prefetch`` allows at once, and gathers the others a third time
+(``jax_impl/runtime/unit/order.py``). Here units are assumed to run in the order in which the model defines them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ TWICE = 2
 class Gathers:
     """A walk through forward and backward of one microbatch in JAX.
 
-    sharded, recomputed: paths of units that are gathered, and of those that recompute. inside: of each unit those that
-    no other unit inside of it contains, in the order in which they run. traced: whether the inner of two units runs in
-    the program of the outer one, not in a loop. limit: of how many units there may be whole weights at once.
+    sharded, recomputed: paths of units that are gathered, and of units that recompute. inside: for each unit, the units
+    directly inside, in the order in which they run. traced: whether the inner of two units runs in the program of the
+    outer one, not in a loop. limit: for how many units there may be whole weights at once.
     """
 
     sharded: Collection[str]
@@ -32,17 +32,17 @@ class Gathers:
     _kept: list[str] = field(default_factory=list)
 
     def of_each(self, root: str) -> Mapping[str, int]:
-        """Of units that are gathered."""
+        """The number of gathers of each gathered unit."""
         self._forward(root, again=False)
         self._backward(root)
         return self._times
 
     def _forward(self, path: str, *, again: bool) -> None:
-        """``again``: where the backward of the same program follows."""
+        """``again``: whether the backward of the same program follows."""
         if path in self.sharded:
             self._times[path] += 1
             del self._kept[: max(0, len(self._kept) - self.limit + 1)]
-        # Forward and backward of what is inside are traced apart, unless the unit neither gathers nor recomputes.
+        # Forward and backward of the inner units are traced separately, unless the unit neither gathers nor recomputes.
         plain = again and path not in self.sharded and path not in self.recomputed
         for inner in self.inside[path]:
             self._forward(inner, again=plain and self.traced(path, inner))

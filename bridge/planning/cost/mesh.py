@@ -1,10 +1,10 @@
-"""The mesh that a policy asks for, as numbers: sizes by axis, and which shard a device holds.
+"""The mesh of a policy as numbers: sizes by axis, and the shard of each device.
 
-Model axes come after the data-parallel ones and take no part in sharding: all their places hold shards of the same
-number, of other parts of the parameters. Everything else here speaks of data-parallel axes.
+Model axes come after the data-parallel axes and take no part in sharding: all their places hold shards with the same
+number, of different parts of the parameters. Everything else in this file is about data-parallel axes.
 
-Axes are given outer to inner and counted from the innermost one. On M x N devices, row-major, shard k of what is cut
-over both axes lies on the device with coordinates (m, n), k = n M + m, so that a gather over the outer axis makes the
+Axes are listed from outer to inner and counted from the innermost one. On M x N devices, row-major, shard k of a buffer
+cut over both axes is on the device with coordinates (m, n), k = n M + m, so that a gather over the outer axis makes the
 coarser shard::
 
     device   0   1   2   3   4   5        2 x 3, cut over both axes
@@ -62,15 +62,15 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """Of all axes."""
+        """The number of devices over all axes."""
         return math.prod(self.sizes) * self.model_ranks
 
     def name(self, axis: int) -> str:
-        """Of the axis that is ``axis`` from the innermost."""
+        """The name of the axis at position ``axis``, counted from the innermost."""
         return self.names[-1 - axis]
 
     def size(self, axis: int) -> int:
-        """Of the axis that is ``axis`` from the innermost."""
+        """The size of the axis at position ``axis``, counted from the innermost."""
         return self.sizes[-1 - axis]
 
     def shards(self, axes: int) -> int:

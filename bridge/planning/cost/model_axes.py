@@ -1,4 +1,4 @@
-"""Which dimension of each parameter a policy cuts over which model axis, as the runtimes do."""
+"""Which dimension of each parameter a policy cuts over which model axis, by the rules of the runtimes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model, Parameter
 
 Cuts = Mapping[str, tuple[Cut, ...]]
-"""By the path of a parameter, in the order of the mesh; without those that stay whole."""
+"""By the path of a parameter, in the order of the mesh; without whole parameters."""
 
 _BY_NAME = {"weight": "linear", "bias": "bias", "embedding": "embedding"}
 
 
 def cuts_of(model: Model, policy: ShardingPolicy, sizes: Mapping[str, int], runtime: str) -> Cuts:
-    """What ``policy`` cuts over model axes of ``sizes``. Raises ``PlanError`` naming entry or parameter."""
+    """The cuts of ``policy`` over model axes of ``sizes``. Raises ``PlanError`` that names the entry or parameter."""
     try:
         policy.check_model_axes()
         entries = policy.parallel_of([*model.modules, *(parameter.path for parameter in model.parameters)])
@@ -42,7 +42,7 @@ def _add(
 ) -> None:
     dimension = _dimension(parameter, entry, path, runtime)
     if dimension is not None:
-        # XLA makes of a plain cut what fused tensors need.
+        # From a plain cut, XLA derives what fused tensors need.
         fused = entry.fused if runtime == "torch" else ()
         by_path.setdefault(parameter.path, []).append(Cut(entry.axis, dimension, fused))
 
@@ -51,13 +51,13 @@ def _dimension(parameter: Parameter, entry: ParallelPolicy, path: str, runtime: 
     """None for a parameter that stays whole."""
     ndim = len(parameter.shape)
     if entry.dimension is not None:
-        # A parameter that is named itself must have the dimension.
+        # A parameter that the entry names itself must have the dimension.
         return entry.dimension if entry.dimension < ndim or parameter.path == path else None
     assert entry.style is not None
     kind = parameter.kind or _BY_NAME.get(parameter.path.rpartition(".")[2], "kernel")
     if kind == "other" and runtime == "torch" and entry.style in FEATURE_STYLES:
         raise PolicyError(
-            f"{parameter.path}: expected a parameter of nn.Linear or nn.Embedding for style {entry.style!r}, got one "
-            "of another module; say the dimension instead of a style"
+            f"{parameter.path}: expected a parameter of nn.Linear or nn.Embedding for style {entry.style!r}, got a "
+            "parameter of another module; give a dimension instead of a style"
         )
     return styled_dimension(entry.style, "kernel" if kind == "other" else kind, ndim)

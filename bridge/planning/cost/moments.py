@@ -1,7 +1,7 @@
-"""Bytes of an optimizer's state: what a device holds of one group between steps, and more in an update.
+"""Bytes of an optimizer's state: what a device holds for one group between steps, and in addition during an update.
 
-For a group with R_o elements of parameters on a device, in a shard of S_o (see ``at_rest``), m bytes an element of main
-weights, g of gradients::
+For a group with R_o elements of parameters on a device, in a shard of S_o (see ``at_rest``), with m bytes per element
+of main weights and g per element of gradients::
 
     --optimizer     PyTorch                                       JAX
     adamw           MainWeightAdamW: two moments, each in         main_weight_adamw: two moments, each in m S_o or in
@@ -18,11 +18,11 @@ weights, g of gradients::
 m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon`` is 4 with main weights of 2 bytes,
 which these optimizers update in float32.
 
-Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
-.moments``); with JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
-shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
+Moments in float16 and float8 have one float32 scale per row, and single elements stay float32 (``torch_impl.optimizer
+.moments``); with JAX's flat buffers this takes separate arrays (``row_moments``). Adafactor and Muon look at
+shapes, so JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
 parameter are cut along a dimension that the number of shards divides, others are whole on each device. ``muon_rounds``
-has the matrices that a Muon update in PyTorch brings together.
+describes the matrices that a Muon update in PyTorch brings together.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
 """
@@ -52,10 +52,10 @@ from bridge.planning.cost.offload import travelling
 from bridge.planning.cost.optimizers import OF_MAIN_WEIGHTS, Optimizer
 from bridge.planning.cost.row_moments import row_moment_bytes
 
-# ``min_dim_size_to_factor`` of ``optax.adafactor``, its default.
+# The default ``min_dim_size_to_factor`` of ``optax.adafactor``.
 _FACTORED_FROM = 128
-# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU
-# needs, and XLA:CPU.
+# Halves of arrays the size of a key's weights in JAX, for each moment with scales: as many as XLA:GPU
+# and XLA:CPU need.
 _CONVERTED = 5
 
 
@@ -82,7 +82,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A parameter's part on a device: its name and shape, and how many rows and elements of it are there."""
+    """A parameter's part on a device: its name and shape, and the number of its rows and elements there."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class _Piece:
 
 @dataclass
 class _Batch:
-    """The tensors of an update that PyTorch works on together. ``largest``: elements that cannot be cut apart."""
+    """The tensors that PyTorch updates together. ``largest``: elements that cannot be cut apart."""
 
     numel: int = 0
     all_bytes: int = 0
@@ -108,7 +108,7 @@ class _Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of one batch, at most."""
+        """The bytes of one batch, at most."""
         together = min(self.numel, max(CHUNK, self.largest))
         return self.all_bytes * together // self.numel if self.numel else 0
 
@@ -116,7 +116,7 @@ class _Batch:
 def held(
     optimizer: Optimizer, group: GroupBuffers, runtime: str, device: int, on_host: Collection[str] = ()
 ) -> Held:
-    """``on_host``: names in the group whose moments are in CPU memory; in JAX those of all or of none."""
+    """``on_host``: names in the group whose moments are in CPU memory; in JAX all names or none."""
     if not group.shape.trainable or optimizer.name == "sgd":
         return Held()
     if runtime == "torch":
@@ -129,11 +129,11 @@ def held(
 
 
 def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device: int) -> int:
-    """Bytes of moments that an update has on the device besides those at rest.
+    """Bytes of moments that an update has on the device in addition to the moments at rest.
 
-    In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights; or a round of
-    Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is
-    converted of one key.
+    In PyTorch: two batches of moments in CPU memory, and a batch converted to the dtype of the weights; or a round of
+    Muon's matrices. In JAX: travelling arrays (all at once for an optimizer that sees parameters), and the converted
+    arrays of one key.
     """
     groups = [placed for placed in groups if placed.group.shape.trainable]
     if runtime == "torch":
@@ -147,7 +147,7 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
 
 
 def brought_together(optimizer: Optimizer, groups: Iterable[Placed]) -> int:
-    """Bytes of whole weights and gradients on the device in an update of JAX's that sees parameters: at least."""
+    """Bytes of whole weights and gradients on the device in a JAX update that sees parameters: a lower bound."""
     if not optimizer.by_parameter:
         return 0
     own = (placed for placed in groups if placed.group.shape.trainable and placed.group.strategy.optimizer)
@@ -171,20 +171,20 @@ def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int
                 moved.add(piece, nbytes, placed.layers, scaled=scaled)
             wide = _converted_in_torch(optimizer, group, piece)
             if group.has_remainders:
-                # The joined weights, and a copy of them while they are split.
+                # The joined weights, and a copy of them during the split.
                 wide += 2 * group.main_bytes
             if wide:
                 converted.add(piece, wide * piece.numel, placed.layers, scaled=scaled)
-    # Muon's matrices and the rest are updated one after the other.
+    # Muon's matrices and the other parameters are updated one after the other.
     return max(min(2 * moved.nbytes, moved.all_bytes) + converted.nbytes, matrices.nbytes)
 
 
 def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
-    """Bytes an element of what a batch is converted to."""
+    """Bytes per element of the converted batch."""
     dtypes, held = _dtypes(optimizer, piece.shape, "torch"), group.shape.dtypes
     others = sum(dtype not in (None, "float32") for dtype in dtypes)
     if group.main_bytes < _update_bytes(group):
-        # AdamW's kernel takes half precision if all is in one dtype.
+        # AdamW's kernel accepts half precision if everything is in one dtype.
         if optimizer.name != "sgd-momentum" and {*dtypes, held.grad} == {held.main}:
             return 0
         others += 1 + (group.grad_bytes < _update_bytes(group))
@@ -192,7 +192,7 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
 
 
 def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
-    """XLA fuses the conversion of bfloat16 into the arithmetic, but for one array."""
+    """XLA fuses the conversion of bfloat16 into the arithmetic, except for one array."""
     if optimizer.name not in ("adamw", "sgd-momentum"):
         return 0
     size = group.size(group.strategy.optimizer)
@@ -204,7 +204,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
 
 
 def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int, int]:
-    """Allocated, and the part of it that belongs to parameters."""
+    """The allocated bytes, and the part of them that belongs to parameters."""
     if optimizer.by_parameter:
         total = sum(_of_parameter(optimizer, group, shape) for shape in group.shape.shapes)
         return total, total
@@ -224,12 +224,12 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
 
 
 def _update_bytes(group: GroupBuffers) -> int:
-    """Bytes of an element in which an optimizer of main weights computes, and keeps what is not to be rounded."""
+    """Bytes per element of the dtype in which an optimizer of main weights computes, and keeps unrounded values."""
     return BYTES[update_dtype(group.shape.dtypes.main)]
 
 
 def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
-    """Of one parameter's part."""
+    """Bytes for one parameter's part."""
     if optimizer.name in OF_MAIN_WEIGHTS:
         dtypes = _dtypes(optimizer, piece.shape, "torch")
         main = group.shape.dtypes.main
@@ -243,23 +243,23 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
 
 
 def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequence[str | None]:
-    """Of the moments of a parameter."""
+    """The dtypes of the moments of a parameter."""
     return optimizer.moments[:1] if _is_matrix(optimizer, shape, runtime) else optimizer.of_elements
 
 
 def _is_matrix(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> bool:
-    """Whether Muon updates it as a matrix, or as a stack of them."""
+    """Whether Muon updates the parameter as a matrix, or as a stack of matrices."""
     return optimizer.name == "muon" and len(shape) in MUON_DIMENSIONS[runtime]
 
 
 def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:
-    """In JAX, of one parameter on a device, where the optimizer sees parameters."""
+    """In JAX, the bytes for one parameter on a device, if the optimizer sees parameters."""
     main, numel = group.main_bytes, math.prod(shape)
     shards = group.mesh.shards(group.strategy.optimizer)
     along = cut_dimension(shape, shards)
     cut = numel if along is None else numel // shards
     if optimizer.name == "muon":
-        # Scales are not cut where the rows are cut apart.
+        # Scales are not cut if a cut separates the elements of rows.
         scales = math.prod(shape[:-1]) // (1 if along in (None, len(shape) - 1) else shards)
         dtypes = _dtypes(optimizer, shape, "jax")
         return sum(moment_bytes(dtype, group.shape.dtypes.main, shape, cut, scales) for dtype in dtypes)

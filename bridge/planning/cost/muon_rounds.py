@@ -1,14 +1,14 @@
 """Bytes of the matrices that a Muon update in PyTorch brings together, see ``torch_impl.optimizer.muon_update``.
 
-A matrix that lies on several shards is made orthogonal by one of them, in bfloat16. Matrices travel in rounds: a rank
-owns up to 2^22 elements of a round, or one larger matrix. With V elements of the rank's rows, W of its own matrices, T
-of those that are taller than wide, M and S of the largest matrix and its shorter side, a round holds at most::
+A matrix that spans several shards is orthogonalized by one of them, in bfloat16. Matrices travel in rounds: a rank
+owns up to 2^22 elements of a round, or one larger matrix. Let V be the elements of the rank's rows, W of its own
+matrices, T of its taller-than-wide matrices, M and S the size and shorter side of the largest. A round holds at most::
 
     products      2 V + 2 W + 2 (W - M) + 4 M + 4 S^2     rows, whole matrices, results; operand, result, two squares
-    way back      4 V + 6 W + 2 T                         rows; whole matrices, results, what is sent; the transposed
+    way back      4 V + 6 W + 2 T                         rows; whole matrices, results, sent data; the transposed
 
-A matrix that lies on one shard is alone: 6 M + 4 S^2; with momentum in few bits, 10 M while that is float32 and the
-direction is made of it. Moments in CPU memory come to the device a round ahead.
+A matrix on a single shard is processed alone: 6 M + 4 S^2; with low-precision momentum 10 M while the momentum is
+float32 and the direction is made from it. Moments in CPU memory come to the device a round ahead.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bridge.planning.cost.buffers import GroupBuffers
 
 @dataclass
 class MuonRounds:
-    """Parameters, given one after another. ``converted``: whether momentum is stored in few bits.
+    """Parameters, added one after another. ``converted``: whether momentum is stored in low precision.
 
-    cut: by number of shards, how many matrices have a height and width. alone: heights and widths of those that lie on
-    one shard. moved, numel: bytes of moments in CPU memory, and elements, that a device has.
+    cut: by number of shards, how many matrices have a height and width. alone: heights and widths of matrices on a
+    single shard. moved, numel: bytes of moments in CPU memory, and elements, that a device has.
     """
 
     converted: bool
@@ -41,7 +41,7 @@ class MuonRounds:
     def add(
         self, group: GroupBuffers, name: str, shape: Sequence[int], times: int, moved: int, numel: int
     ) -> None:
-        """``times`` equal ones."""
+        """Add ``times`` equal parameters."""
         height, width = shape[-2], shape[-1]
         rows = rows_of(shape)[1]
         if not rows:
@@ -56,7 +56,7 @@ class MuonRounds:
 
     @property
     def nbytes(self) -> int:
-        """On the device at once, at most; moments that travel, of two rounds, included."""
+        """Bytes on the device at once, at most; including the travelling moments of two rounds."""
         each = self.moved / self.numel if self.numel else 0
         largest = 0
         for height, width in self.alone:

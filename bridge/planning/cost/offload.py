@@ -1,8 +1,8 @@
-"""Which moments lie in CPU memory, and how many bytes of them an update has on the device.
+"""Which moments are in CPU memory, and how many of their bytes an update has on the device.
 
-Both runtimes pick whole arrays one by one, so that what is picked is the wished share of what was seen. PyTorch picks
-the moments of a parameter together, in the model's order; JAX those of a flat buffer, in the order of units, the root
-last. A stack of scanned layers is one buffer.
+Both runtimes pick whole arrays one by one, so that the picked arrays are the wished share of the arrays seen so far.
+PyTorch picks the moments of a parameter together, in the model's order; JAX picks the moments of a flat buffer, in the
+order of units, the root last. A stack of scanned layers is one buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bridge.planning.models.model import Model
 def in_cpu_memory(
     model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction
 ) -> frozenset[str]:
-    """Paths of the parameters whose moments lie in CPU memory."""
+    """Paths of the parameters whose moments are in CPU memory."""
     if not share:
         return frozenset()
     if runtime == "torch":
@@ -33,9 +33,9 @@ def in_cpu_memory(
         name = f"{layer[0]}.*.{layer[2]}" if layer else unit.path
         for number, group in enumerate(buffers_of(unit.kind, mesh)):
             if group.shape.trainable:
-                # A unit has several where weights are gathered as float8, or cut over model axes.
+                # A unit has several buffers if weights are gathered as float8, or cut over model axes.
                 key = f"{name} {number}"
-                # An array has what all places of these model axes have.
+                # An array contains the parts of all places of these model axes.
                 places = math.prod(size for axis, size in mesh.model if axis in group.shape.over)
                 sizes[key] = sizes.get(key, 0) + places * group.padded
                 members.setdefault(key, []).extend(
@@ -45,9 +45,9 @@ def in_cpu_memory(
 
 
 def travelling(arrays: Iterable[int]) -> int:
-    """Bytes on the device while arrays of these bytes, one for each key, travel there and back in JAX.
+    """Bytes on the device while arrays of these sizes, one for each key, travel there and back in JAX.
 
-    Those of two keys; where there are more, arrays travel in two parts, and a part is there twice when they are joined.
+    The arrays of two keys; with more keys, arrays travel in two parts, and a part exists twice while they are joined.
     """
     largest = sorted(arrays, reverse=True)
     return sum(largest[:2]) + (largest[0] // 2 if len(largest) > 2 else 0)

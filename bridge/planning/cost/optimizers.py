@@ -1,6 +1,6 @@
-"""Optimizers as they are planned: which runtime can run them, and what they are in JAX.
+"""Optimizers in plans: which runtime can run them, and their counterparts in JAX.
 
-What of their state a device holds is told by ``moments``.
+``moments`` says how much of their state a device holds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from bridge.planning.models.runtimes import framework
 
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
 CONSTANTS = (".count",)
-"""Ends of paths in an optax state that lead to no moments: step counters, which no plan counts."""
+"""Ends of paths in an optax state that do not lead to moments: step counters, which no plan counts."""
 _TWO_MOMENTS = ("adamw", "muon")
 OF_MAIN_WEIGHTS = ("adamw", "sgd-momentum", "muon")
-"""Those of torch_impl and jax_impl, whose state is in any of the dtypes: MainWeightAdamW, -SGD and -Muon, and in JAX
+"""Optimizers of torch_impl and jax_impl, with state in any of the dtypes: MainWeightAdamW, -SGD and -Muon, and in JAX
 main_weight_adamw, main_weight_sgd, main_weight_muon."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``name``: one of ``NAMES``. ``moments``: dtypes of the first and second moment, None that of the update: of
-    the main weights, but float32 with those of two bytes.
+    """``name``: one of ``NAMES``. ``moments``: dtypes of the first and second moment; None: the dtype of the update,
+    that of the main weights, but float32 for main weights of two bytes.
 
-    ``offload``: the share of the state that lies in CPU memory. Raises ``PlanError`` for others.
+    ``offload``: the share of the state in CPU memory. Raises ``PlanError`` for other values.
     """
 
     name: str = "adamw"
@@ -73,21 +73,21 @@ class Optimizer:
 
     @property
     def of_elements(self) -> Sequence[str | None]:
-        """Dtypes of the moments of a parameter that it takes for no matrix."""
+        """Dtypes of the moments of a parameter that the optimizer does not treat as a matrix."""
         return self.moments if self.name in _TWO_MOMENTS else self.moments[:1]
 
     @property
     def by_parameter(self) -> bool:
-        """Whether JAX gives it parameters instead of buffers."""
+        """Whether JAX passes parameters to the optimizer instead of buffers."""
         return self.name in ("adafactor", "muon")
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether a state depends on the shapes of parameters: by means of rows, or by scales of rows."""
+        """Whether some state depends on the shapes of parameters: by means of rows, or by scales of rows."""
         return self.by_parameter or any(dtype in SCALED for dtype in self.moments)
 
     def why_not(self, runtime: str, stacks: Collection[str] = ()) -> str | None:
-        """The reason why a runtime cannot run it; None where the runtime can."""
+        """The reason why a runtime cannot run the optimizer; None if it can."""
         first = None if self.moments[0] == "float32" else self.moments[0]
         if runtime == "torch":
             if self.name == "lion":
@@ -96,8 +96,8 @@ class Optimizer:
                 return f"torch: --moments: {self.name} keeps its state in the dtype of the gradients"
             if self.name not in OF_MAIN_WEIGHTS and self.offload:
                 return (
-                    f"torch: --offload: only the state of {', '.join(OF_MAIN_WEIGHTS)} can be in CPU memory, not that "
-                    f"of {self.name}"
+                    f"torch: --offload: only the state of {', '.join(OF_MAIN_WEIGHTS)} can be in CPU memory, not the "
+                    f"state of {self.name}"
                 )
             return None
         if self.name in OF_MAIN_WEIGHTS:
@@ -107,11 +107,11 @@ class Optimizer:
         if first is not None and self.name != "lion":
             return f"jax: --moments: {self.name} has no first moment"
         if self.name == "adafactor" and stacks:
-            return f"jax: {self.name} looks at shapes, which of stacked layers are others; plan it without --stacked"
+            return f"jax: {self.name} looks at shapes, which stacking changes; plan it without --stacked"
         return None
 
     def transformation(self) -> Any:
-        """Of jax_impl where that has one, else of optax. Raises ``PlanError`` for what JAX cannot run."""
+        """The transformation of jax_impl if there is one, else of optax. Raises ``PlanError`` if JAX cannot run it."""
         reason = self.why_not("jax")
         if reason is not None:
             raise PlanError(reason)
@@ -133,13 +133,13 @@ ADAMW = Optimizer()
 
 
 def parse_optimizer(name: str, moments: str | None, offload: str | None) -> Optimizer:
-    """From the command line: ``"bfloat16"`` for both moments or ``"bfloat16,float32"``; ``"50%"``, ``"100%"`` or none.
+    """Parse the command line: ``"bfloat16"`` for both moments or ``"bfloat16,float32"``; ``"50%"``, ``"100%"`` or none.
 
-    Raises ``PlanError`` for others.
+    Raises ``PlanError`` for other values.
     """
     words = [] if moments is None else [word.strip() for word in moments.split(",")]
     if len(words) > 2:
-        raise PlanError(f"--moments: expected one dtype, or two, got {moments!r}")
+        raise PlanError(f"--moments: expected one or two dtypes, got {moments!r}")
     first, second = (words * 2)[:2] if words else (None, None)
     share = Fraction(0)
     if offload is not None:

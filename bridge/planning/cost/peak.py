@@ -2,9 +2,9 @@
 
 The walk goes through a step's last microbatch segment by segment (see ``activations``), forward and back. At each
 segment it adds up the terms below; the moment of the largest sum is the peak. A unit is gathered while one of its
-segments runs, and so are the units around it. With prefetch 1, so are the units of the segment that comes next, and the
-gradients of the last unit are being reduced; with 0 nothing is there ahead of its use or after it. S_a, R_a, m, c, r, g
-are those of ``at_rest`` and ``traffic`` (in PyTorch gradients have G_a elements)::
+segments runs, and so are the enclosing units. With prefetch 1, the units of the next segment are gathered, too, and
+the gradients of the last unit are being reduced; with 0, nothing exists before or after its use. S_a, R_a, m, c, r, g
+are defined in ``at_rest`` and ``traffic`` (in PyTorch gradients have G_a elements)::
 
     term                 while segment i runs
     main weights         m S_o                                          always
@@ -24,41 +24,41 @@ are those of ``at_rest`` and ``traffic`` (in PyTorch gradients have G_a elements
     activations          saved of segments before i, or their inputs    recompute
     segment              forward or backward of segment i
 
-After backward comes the update: main weights, moments, all gradients, and kept compute weights. The update is the peak
-where activations are small.
+The update follows backward: main weights, moments, all gradients, and kept compute weights. The update is the peak
+if activations are small.
 
-JAX runs two programs, gradients and update, whose memory XLA assigns ahead. It differs in these points (``peak_jax``):
+JAX runs two programs, gradients and update, whose memory XLA assigns in advance. JAX differs as follows (``peak_jax``):
 
-* A program's outputs, the reduced gradients g S_o, have memory from its start. Where a reduction is left for the end of
-  the step (g < all axes), a microbatch's gradients lie besides them, and with K > 1 the sums of the earlier ones. In a
-  stack of layers an output that is written at the end lends its memory to a layer's array before.
-* A segment's own unreduced gradients take the place of what it has saved, so they do not add to its backward. When the
+* A program's outputs, the reduced gradients g S_o, have memory from its start. If a reduction is left for the end of
+  the step (g < all axes), a microbatch's gradients exist in addition, and with K > 1 the sums of the earlier ones. In a
+  stack of layers, an output that is written at the end lends its memory to a layer's array before.
+* A segment's own unreduced gradients take the place of what it saved, so they do not add to its backward. When the
   last of a unit's segments is done, there is a moment with the gradients by parameter and again in one array.
-* Backward gathers a unit's weights for its own segments only, and not for a table of vectors, whose values no gradient
-  needs. With K = 1 whole compute weights end with the last backward that reads them.
+* Backward gathers a unit's weights only for the unit's own segments, and not for a table of vectors, whose values no
+  gradient needs. With K = 1, whole compute weights end with the last backward that reads them.
 * The gradient of the output projection is made when the root is reduced: until then the cotangent of the logits waits,
-  and the logits, too, where the root's weights are whole. There the loss also has a second array of the logits' size.
-* With K > 1 sums are made unit by unit beside the old ones, in a moment of their own.
-* The update is a program of its own. It makes the new main weights unit by unit and holds no compute weights.
-* Weights that are gathered as float8 are payload and scales during the step, p = o included: (1 + 1/32) S_p. While they
-  are used, the parameters in the compute dtype lie beside what was gathered; what waits for its use is bytes alone.
+  and so do the logits if the root's weights are whole. In this case the loss has a second array of the logits' size.
+* With K > 1, sums are made unit by unit next to the old ones, in a separate moment.
+* The update is a separate program. It makes the new main weights unit by unit and holds no compute weights.
+* Weights that are gathered as float8 are payload and scales during the step, even if p = o: (1 + 1/32) S_p. During
+  their use, the parameters in the compute dtype exist next to the gathered bytes; while they wait, only the bytes do.
 * Scanned layers (``stacks``) hold the gradients of all layers from before the loop, and the activations and whole
-  weights of all layers until its end. The layer that runs has slices of these, and ``no_shard`` a copy of all weights.
-  Constants of forward, such as a mask and the number that stands for what is not seen, are arrays beside a loop, and so
-  are those of backward where weights are whole.
-* A recomputed layer's forward holds three arrays of its largest size: of scores, exponentials and quotients each is
-  made of the one before, and XLA finds three places for such a chain.
+  weights of all layers until its end. The running layer has slices of these, and ``no_shard`` a copy of all weights.
+  Constants of forward, such as a mask and the number that replaces masked scores, are arrays next to a loop, and so
+  are the constants of backward if weights are whole.
+* A recomputed layer's forward holds three arrays of its largest size: scores, exponentials and quotients are each made
+  from the one before, and XLA reserves three places for such a chain.
 
 Without prefetch the peak was within -5 and +8 % of XLA's for the decoder and within -8 and +7 % for ``CausalLM`` as
 Llama, at lengths of 64 to 8192, with 1 and 4 microbatches, with and without recomputation, scanned and not, under three
 strategies (``tests/bench/bench_plan_peak.py``). For recomputed layers of Gemma 2, whose scores are capped, the peak was
-up to 17 % above XLA's. Of PyTorch's measured peaks the planned ones of Hugging Face's Llama were within 3 %, but 8 %
-below at 64 tokens, where gloo's own buffers weigh most. Those of the decoder were within 3 % at 64 and 512 tokens, and
-8 to 21 % below at 2048, where PyTorch's products allocate arrays of scores that a trace does not show.
+up to 17 % above XLA's. For Hugging Face's Llama in PyTorch, the planned peaks were within 3 % of the measured ones, but
+8 % below at 64 tokens, where gloo's own buffers weigh most. For the decoder they were within 3 % at 64 and 512 tokens,
+and 8 to 21 % below at 2048, where PyTorch's products allocate arrays of scores that a trace does not show.
 
-What prefetch adds is what the runtimes permit: two units' weights and two units' gradients at once. XLA's scheduler may
-use less of that. On accelerators ``jax_impl`` makes anew in backward what elementwise operations make of the rest of
-what a unit saves; the sum counts all of it, and is an upper bound there.
+The plan for prefetch is what the runtimes permit: two units' weights and two units' gradients at once. XLA's scheduler
+may use less. On accelerators, ``jax_impl`` recomputes in backward the saved values that elementwise operations make
+from other saved values; the sum counts all saved values, and is an upper bound there.
 
 The sum leaves out the allocator's fragmentation, the framework's and the communication library's own buffers, and
 constants such as rotary tables. A measurement includes them.
@@ -84,14 +84,14 @@ TERMS = (
     "segment",
 )
 ACTIVATIONS = ("activations", "segment")
-"""The terms that are of activations."""
+"""The terms for activations."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """``moment``: when it is, in words. ``terms``: bytes by name, see above.
+    """``moment``: the moment of the peak, in words. ``terms``: bytes by name, see above.
 
-    ``complete``: everything is known; else the sum is a lower bound.
+    ``complete``: everything is known; otherwise the sum is a lower bound.
     """
 
     moment: str
@@ -114,10 +114,10 @@ def step_peak(
     *,
     complete: bool,
 ) -> Peak:
-    """The worst moment of ``microbatches`` times ``steps``, those of ``units``, which have the root last.
+    """The worst moment of ``microbatches`` times ``steps``, the steps of ``units``, with the root last.
 
-    staged: bytes of moments that the update has on the device besides those at rest, see ``moments.staged``. complete:
-    whether everything that is in memory is known.
+    staged: bytes of moments that the update has on the device in addition to the moments at rest, see
+    ``moments.staged``. complete: whether everything in memory is known.
     """
     kept = rest.compute_weights.allocated
     if runtime == "jax":

@@ -1,4 +1,4 @@
-"""The moments of a step in JAX, and what each of them holds besides what is always there: see ``peak``."""
+"""The moments of a step in JAX, and what each holds in addition to what is always in memory: see ``peak``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bridge.planning.cost.peak_steps import Moment, Step, StepUnit, is_inside, s
 class _Sizes:
     """Bytes of one unit's buffers on a device.
 
-    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
-    raw: unreduced gradients by parameter. buffer: these in one array, to be reduced. beside: that, while the next
-    unit's backward runs. output: the step's gradients. late: a microbatch's gradients that are reduced at the end of
-    the step only. micro: those of a microbatch, beside the outputs. sums: those of earlier microbatches, beside the
-    outputs. updated: new main weights beside the old ones. freed: whole compute weights that backward frees.
+    gathered: compute weights, if they are gathered for each use. ahead: the same, if the gather happens before the unit
+    runs. raw: unreduced gradients by parameter. buffer: these in one array, to be reduced. beside: the buffer while the
+    next unit's backward runs. output: the step's gradients. late: a microbatch's gradients that are reduced only at the
+    end of the step. micro: a microbatch's gradients next to the outputs. sums: those of earlier microbatches next to
+    the outputs. updated: new main weights next to the old ones. freed: whole compute weights that backward frees.
     sliced, copied: slices and copies of whole weights in a loop. whole: whether all weights are whole.
     """
 
@@ -45,13 +45,13 @@ class _Sizes:
         late = [g for g in trained if g.strategy.gradients < g.mesh.ndim]
         early = [g for g in trained if g not in late]
         ahead = sum(g.gather_bytes(0) for g in groups if g.strategy.parameters)
-        # Beside what was gathered as float8: the parameters of it.
+        # The parameters made from gathered float8 bytes, next to these bytes.
         narrow = [g for g in groups if g.shape.dtypes.gather is not None]
         gathered = ahead + sum(g.numel * g.compute_bytes for g in narrow)
         buffer = sum(g.size(0) * g.reduce_bytes for g in trained if g.strategy.gradients)
         left = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in late)
         reduced = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in early)
-        # What is all-reduced at the end of the step is summed where the output will be, which is as large.
+        # What is all-reduced at the end of the step is summed in the place of the output, which is as large.
         scattered = [g for g in late if g.strategy.gradients != g.strategy.optimizer]
         apart = sum(g.size(g.strategy.gradients) * g.grad_bytes for g in scattered)
         kept = [g for g in groups if holds_apart(g) and not g.strategy.parameters]
@@ -77,7 +77,7 @@ class _Sizes:
 
 
 def holds_apart(group: GroupBuffers) -> bool:
-    """Whether a step holds compute weights of this group besides the main weights, whole, coarser or as float8."""
+    """Whether a step holds compute weights of this group in addition to the main weights, whole, coarser or float8."""
     return keeps_weights(group) or group.shape.dtypes.gather is not None
 
 
@@ -89,7 +89,7 @@ def moments(
     kept: int,
     staged: int = 0,
 ) -> Iterator[Moment]:
-    """``kept``: bytes of compute weights that are there during the whole step. ``staged``: see ``step_peak``."""
+    """``kept``: bytes of compute weights that exist during the whole step. ``staged``: see ``step_peak``."""
     sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
     outputs = _outputs(units, sizes)
     held = outputs + sum(unit.sums for unit in sizes.values())
@@ -104,7 +104,7 @@ def moments(
         "reduction",
         {"compute_weights": 0, "gradients": sum(unit.late + unit.output for unit in every)},
     )
-    # A program of its own, which holds no compute weights.
+    # A separate program, which holds no compute weights.
     yield (
         "update",
         {
@@ -116,10 +116,10 @@ def moments(
 
 
 def _outputs(units: Sequence[StepUnit], sizes: Mapping[str, _Sizes]) -> int:
-    """The program's outputs, less what holds something else before they are written.
+    """The program's outputs, less the memory that holds other arrays before they are written.
 
-    A stack's gradients are one array. Where these are written at the end of the step, a layer's array of that size or
-    less takes their memory before.
+    A stack's gradients are one array. If it is written at the end of the step, a layer's array of at most that size
+    takes its memory before.
     """
     total = sum(unit.output for unit in sizes.values())
     for stack in {unit.stack for unit in units if unit.stack}:
@@ -149,7 +149,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
     reducing = waiting = 0
     for index in reversed(range(len(steps))):
         step = steps[index]
-        # Of the units around, only those that backward has yet to read are gathered: none.
+        # Of the enclosing units, only those that backward still reads would be gathered: none.
         running = step.running[: step.inner] if step.reads else ()
         after = steps[index - 1] if index else None
         following = after.running[: after.inner] if after and after.reads else ()
@@ -159,11 +159,11 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         read = {earlier.owner for earlier in steps[: index + 1] if earlier.reads}
         unread = [path for path in sizes if path not in read and path not in looping]
         weights = kept - sum(sizes[path].freed for path in unread if made[path])
-        # A loop's results are allocated before its start, and its inputs until its end.
+        # A loop's results are allocated before its start, and its inputs are kept until its end.
         there = held + sum(unit.micro for path, unit in sizes.items() if path in done or path in looping)
         saved = saved_before(steps, index)
         whole = all(sizes[path].whole for path in running)
-        # Without a barrier between forward and backward XLA makes constants, and what the loss scatters, before they
+        # Without a barrier between forward and backward, XLA makes constants, and what the loss scatters, before they
         # are read.
         early = (step.fixed_kept if step.stack else 0) if index < len(steps) - 1 else step.largest
         yield (
@@ -171,7 +171,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
             {
                 "gathered_weights": _gathered(step, running, following, sizes),
                 "gradients": there,
-                # Those of this segment take the place of what it has saved.
+                # Gradients of this segment take the place of what it saved.
                 "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
                 "activations": saved + (0 if step.stack else waiting),
                 "segment": step.backward + (early if whole else 0),
@@ -183,7 +183,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         unfinished = [path for path in sizes if path not in done and path not in finished]
         if index == len(steps) - 1 and not finished:
             # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
-            # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
+            # wait: the cotangent of the logits, and the logits if weights are whole and no barrier is in between.
             waiting = step.largest * (1 + whole)
         if finished:
             yield (

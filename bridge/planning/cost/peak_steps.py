@@ -17,7 +17,7 @@ Moment = tuple[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class StepUnit:
-    """One unit as the walk needs it. ``stack``: the stack of scanned layers in JAX that contains the unit."""
+    """One unit for the walk. ``stack``: the stack of scanned layers in JAX that contains the unit."""
 
     path: str
     groups: tuple[GroupBuffers, ...]
@@ -27,11 +27,11 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class Step:
-    """A segment as the walk needs it.
+    """One segment for the walk.
 
-    running: units that run with it: those inside of it, and then its owner and the units around that.
-    inner: how many of these are not around the owner. reads: whether backward reads weights, which a table of vectors
-    does not: no gradient goes to its input. raw: unreduced gradients by unit that its backward makes.
+    running: units that run with it: the units inside, then its owner and the enclosing units.
+    inner: how many of these do not enclose the owner. reads: whether backward reads weights; for a table of vectors it
+    does not, because no gradient goes to its input. raw: unreduced gradients that its backward makes, by unit.
     kept: bytes that it leaves for backward. fixed, fixed_kept, largest, early: see
     ``SegmentBytes``.
     """
@@ -66,7 +66,7 @@ def is_inside(path: str, stack: str | None) -> bool:
 
 
 def saved_before(steps: Sequence[Step], index: int) -> int:
-    """Activations of the segments before, and of all layers of the loop that runs."""
+    """Activations of the earlier segments, and of all layers of the running loop."""
     stack = steps[index].stack
     return sum(
         step.kept for other, step in enumerate(steps) if other < index or (stack and step.stack == stack)
@@ -122,17 +122,17 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
 
 @dataclass(frozen=True)
 class _Stage:
-    """A segment, and the parts of it that are stages of their own."""
+    """A segment, and its parts that are separate stages."""
 
     segment: Segment | None = None
     apart: tuple[Segment, ...] = ()
 
 
 def _stages(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str, _Stage]]:
-    """Segments in the order of forward; parts that are units follow the rest of theirs."""
+    """Segments in the order of forward; parts that are units follow the rest of their segment."""
     for segment in model.activations:
         owner = by_path[next(path for path in outward(segment.path) if path in by_path)]
-        # A segment that is recomputed as a whole saves nothing of its parts.
+        # A segment that is recomputed as a whole saves nothing from its parts.
         apart = () if owner.recompute else tuple(part for part in segment.parts if part.path in by_path)
         yield segment.path, _Stage(segment, apart)
         for part in apart:
@@ -140,7 +140,7 @@ def _stages(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str
 
 
 def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, _Stage]) -> dict[str, Counter[str]]:
-    """For each segment, bytes of unreduced gradients by unit; parameters outside of all segments go with the last."""
+    """For each segment, bytes of unreduced gradients by unit; parameters outside all segments go with the last one."""
     last = list(segments)[-1]
     raw: dict[str, Counter[str]] = {path: Counter() for path in segments}
     for unit in units:

@@ -1,4 +1,4 @@
-"""The moments of a step in PyTorch, and what each of them holds besides what is always there: see ``peak``."""
+"""The moments of a step in PyTorch, and what each holds in addition to what is always in memory: see ``peak``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bridge.planning.cost.peak_steps import Moment, Step, StepUnit, saved_before
 class _Sizes:
     """Bytes of one unit's buffers on a device.
 
-    gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
-    raw: unsharded gradients. half: of these with padding, above which they get a buffer if weights are kept. buffer:
-    that. beside: what is reduced while the next unit's backward runs. done: reduced gradients. before: sums of earlier
-    microbatches, which the reduced gradients replace.
+    gathered: compute weights, if they are gathered for each use. ahead: the same, if the gather happens before the unit
+    runs. raw: unsharded gradients. half: half of these with padding, above which they get a buffer if weights are kept.
+    buffer: this buffer. beside: what is reduced while the next unit's backward runs. done: reduced gradients. before:
+    sums of earlier microbatches, which the reduced gradients replace.
     """
 
     gathered: int
@@ -32,7 +32,7 @@ class _Sizes:
     @staticmethod
     def of(unit: StepUnit, microbatches: int, prefetch: int) -> _Sizes:
         trained = [group for group in unit.groups if group.shape.trainable]
-        # Payload lies beside the weights that are made of it.
+        # Payload exists next to the weights that are made from it.
         payload = sum(
             g.gather_bytes(0) for g in unit.groups if g.shape.dtypes.gather and g.strategy.parameters
         )
@@ -122,10 +122,10 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
 
 
 def _collecting(before: int, made: int, unit: _Sizes) -> int:
-    """Bytes of unreduced gradients: single tensors, and the unit's buffer as well from half of the unit on.
+    """Bytes of unreduced gradients: single tensors, and also the unit's buffer from half of the unit on.
 
-    The buffer takes the place of the unit's weights if these are freed. Where they are not, and the last segment brings
-    the rest, as the embedding does at the root, it is made then.
+    The buffer takes the place of the unit's weights if these are freed. If they are not, and the last segment brings
+    the rest, as the embedding does at the root, the buffer is made then.
     """
     if made <= unit.half or (unit.gathered and made < unit.raw):
         return made

@@ -1,9 +1,9 @@
-"""Moments with a scale for each row, with the flat buffers of JAX: what of them a device holds.
+"""Moments with a scale for each row, with the flat buffers of JAX: the bytes of them on a device.
 
-Of a group of which some parameters have rows of several elements (*scaled* ones),
-``jax_impl.runtime.groups.row_arrays`` keeps three arrays for each moment: one as the weights are, in the moment's
+For a group in which some parameters have rows of several elements (*scaled* ones),
+``jax_impl.runtime.groups.row_arrays`` keeps three arrays for each moment: one shaped like the weights, in the moment's
 dtype; a float32 scale for each scaled row; and the elements of all other parameters, in the dtype of the update. In the
-latter two each shard has, for each buffer of the layout, room for as many rows as the shard with most of them has.
+latter two, each shard has, for each buffer of the layout, room for as many rows as the shard with the most rows has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bridge.planning.cost.buffers import GroupBuffers
 
 
 def row_moment_bytes(group: GroupBuffers, device: int, itemsize: int, others: int) -> tuple[int, int] | None:
-    """What is allocated on a device, and the part of it that belongs to parameters; None for a group without scales.
+    """The bytes allocated on a device, and the part that belongs to parameters; None for a group without scales.
 
     itemsize, others: bytes of an element with a scale, and of one without.
     """

@@ -1,20 +1,20 @@
 """The collectives of one optimizer step of K microbatches, by unit, kind and mesh axis.
 
-Which there are says ``bridge.core.sharding.policy.strategy_collectives``; here are their bytes. For
+``bridge.core.sharding.policy.strategy_collectives`` says which collectives there are; this file has their bytes. For
 a group with strategy (p, g, o), of the whole buffer::
 
     gathered once a step, and for each use    c S_(axis)      c: compute dtype, or payload and scales
-    all-reduce of magnitudes                  4 a parameter   once a step, float8_e4m3fn only
+    all-reduce of magnitudes                  4 per parameter once a step, float8_e4m3fn only
     reduce-scatter                            r G_(axis)      r: reduce dtype
     all-reduce of the shard of level o        r G_o
 
-S_a are the elements of the buffers at level a. G_a are those of a gradient buffer: in JAX as many, in PyTorch one more
-for each parameter and each of the finest shards in it, by which ranks learn which parameters others used.
+S_a are the elements of the buffers at level a. G_a are the elements of a gradient buffer: in JAX the same, in PyTorch
+one more for each parameter and each finest shard in it; these tell ranks which parameters other ranks used.
 
-* An axis of one device takes no collective.
-* A frozen group has gathers only. PyTorch leaves out what is once a step, since the weights are unchanged. JAX, a
-  function of its inputs, repeats it. In JAX scanned layers have one all-reduce of magnitudes together.
-* Magnitudes of parts that model axes cut are compared over these axes as well, which is not listed.
+* An axis of one device needs no collective.
+* A frozen group has gathers only. PyTorch leaves out the once-per-step collectives, since the weights are unchanged.
+  JAX repeats them, since a step is a function of its inputs. In JAX scanned layers share one all-reduce of magnitudes.
+* Magnitudes of parts that model axes cut are compared over these axes, too; this traffic is not listed.
 * JAX sums the loss in one more all-reduce, which is not listed here, see ``Traffic.loss``.
 
 The buffers of a group are one collective. A gather fills the "whole buffer", and a reduction reads it. On the wire each
@@ -110,7 +110,7 @@ def _gathers(group: GroupBuffers, runtime: str, microbatches: int, gathers: int)
 
 
 def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
-    """All-reduces of the largest magnitudes, once a step; ``layers``: how many equal groups share them."""
+    """All-reduces of the largest magnitudes, once per step; ``layers``: how many equal groups share them."""
     calls: Calls = Counter()
     if group.shape.dtypes.gather == "float8_e4m3fn":
         nbytes = BYTES["float32"] * layers * len(group.layout.slots)
@@ -131,7 +131,7 @@ def _reductions(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
 
 
 def _needed(calls: Calls) -> Calls:
-    """Those that run, over axes of several devices."""
+    """The calls that run: those over axes of several devices."""
     return Counter({call: times for call, times in calls.items() if times and call.size > 1})
 
 

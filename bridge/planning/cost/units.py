@@ -6,9 +6,9 @@
       group 2          frozen, or (PyTorch, main = "given") given in another dtype: flat buffers of its own
   group 3          (JAX) cut over other model axes
 
-Shapes are those of the part of a parameter that one place of the model axes has.
+Shapes are shapes of the part of a parameter at one place of the model axes.
 
-Units that differ in nothing but their path are one ``UnitKind`` and are planned once: 126 equal layers cost one.
+Units that differ only in their path are one ``UnitKind`` and are planned once: 126 equal layers cost as much as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = ""
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Parameters that share flat buffers: names below the unit, shapes, and the dtype and trainability in common.
+    """Parameters that share flat buffers: names below the unit, shapes, and their common dtype and trainability.
 
     ``over``: the model axes that cut all of them, in JAX.
     """
@@ -48,7 +48,7 @@ class GroupShape:
 class UnitKind:
     """Everything that a unit's plan depends on.
 
-    recompute: what backward computes again of the unit's activations (``bridge.core.sharding.policy.recompute``).
+    recompute: the unit's activations that backward recomputes (``bridge.core.sharding.policy.recompute``).
     gathers: how often a microbatch gathers the unit, if its strategy shards parameters.
     """
 
@@ -85,7 +85,7 @@ class CutModel:
 def cut(
     model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int], prefetch: int
 ) -> CutModel:
-    """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` when one of them matches nothing."""
+    """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` if a pattern matches nothing."""
     try:
         chosen = policy.units_of(model.modules)
     except ValueError as error:
@@ -133,7 +133,7 @@ def _gathers(
 
 
 def _check_stacks(model: Model, units: Iterable[Unit]) -> None:
-    """Scanned layers run one program, so all of a stack must be cut alike."""
+    """Scanned layers run one program, so all layers of a stack must be cut alike."""
     layers: dict[str, dict[str, dict[str, UnitKind]]] = {stack: {} for stack in model.stacks}
     for path in model.modules:
         if layer := model.layer_of(path):
@@ -147,12 +147,12 @@ def _check_stacks(model: Model, units: Iterable[Unit]) -> None:
             if cuts[other] != cuts[first]:
                 raise PlanError(
                     f"model {model.name}: expected one policy for all layers of the stack {stack!r}, since they are "
-                    f"scanned, got another for layer {other} than for layer {first}"
+                    f"scanned, got different policies for layers {other} and {first}"
                 )
 
 
 def outward(path: str) -> Iterable[str]:
-    """``path``, the module around it, and so on to the root."""
+    """``path``, its enclosing module, and so on to the root."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -160,7 +160,7 @@ def outward(path: str) -> Iterable[str]:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of a group have in common. ``over``: model axes that cut them, in JAX."""
+    """The common properties of a group's parameters. ``over``: model axes that cut them, in JAX."""
 
     dtype: str
     trainable: bool
@@ -178,7 +178,7 @@ def _groups(
 ) -> tuple[GroupShape, ...]:
     members: dict[_Kind, list[Parameter]] = {}
     for parameter in owned:
-        # In JAX the main weights that a unit trains are a group, whatever they were given in.
+        # In JAX the main weights that a unit trains form one group, whatever dtypes they were given in.
         own = runtime == "torch" or not parameter.trainable
         dtype = parameter.dtype if own else policy.precision.main_dtype or parameter.dtype
         over = tuple(own_cut.axis for own_cut in cuts.get(parameter.path, ())) if runtime == "jax" else ()

@@ -1,1 +1,1 @@
-"""Models that are planned for: shapes, activations, traces."""
+"""Models to plan for: shapes, activations, traces."""

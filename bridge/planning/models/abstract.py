@@ -1,4 +1,4 @@
-"""An nnx module from shapes alone, in a time that is linear in the number of its layers."""
+"""An nnx module from shapes alone, in time linear in the number of its layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bridge.planning.models.runtimes import framework
 def abstract_module(make: Callable[[Any], Any]) -> Any:
     """``nnx.eval_shape`` of ``make(rngs)``.
 
-    A stream of random numbers counts its keys. Where the count is traced, flax asks it for a sharding each time, and
-    JAX goes through all of the trace to word the refusal: quadratic in the number of parameters. So the counts are
-    NumPy's here.
+    A stream of random numbers counts its keys. If the count is traced, flax asks it for a sharding each time, and JAX
+    goes through the whole trace to word the refusal: quadratic in the number of parameters. So the counts are NumPy
+    arrays here.
     """
     nnx, np = framework("flax.nnx"), framework("numpy")
 

@@ -24,13 +24,13 @@ class SegmentBytes:
     """Bytes of one segment, for one microbatch.
 
     saved: bytes that forward leaves for backward, with the segment's input if it is kept.
-    input: the segment's input, which alone stays when the segment is recomputed.
-    forward, backward: the most while the segment runs, its input and what it saves included.
-    again, once: the most while a recomputed segment runs backward and forward.
-    fixed: constants that forward reads, such as masks: a loop holds them, other programs make them where they are read.
-    fixed_saved: those among what forward leaves for backward, which ``saved`` does not count.
+    input: the segment's input, which is all that stays when the segment is recomputed.
+    forward, backward: the maximum while the segment runs, including its input and what it saves.
+    again, once: the maximum while a recomputed segment runs backward, and forward.
+    fixed: constants that forward reads, such as masks: a loop holds them, other programs make them at their use.
+    fixed_saved: the constants among what forward leaves for backward; ``saved`` does not count them.
     largest: the largest array.
-    early: the most in backward while no gradient of a parameter is there yet, where that is more.
+    early: the maximum in backward before any gradient of a parameter exists, if this is larger.
 
     Parameters and their gradients are not counted.
     """
@@ -50,16 +50,16 @@ class SegmentBytes:
     def of_residuals(
         saved: int, input_bytes: int, largest: int, fixed: int = 0, fixed_saved: int = 0
     ) -> SegmentBytes:
-        """Of a segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
+        """A segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
 
-        Backward adds the cotangents of output and input, and that of the largest intermediate.
+        Backward adds the cotangents of output and input, and the cotangent of the largest intermediate.
         """
         return SegmentBytes(
             saved,
             input_bytes,
             forward=saved + input_bytes,
             backward=saved + 2 * input_bytes + largest,
-            # Of a chain such as scores, exponentials, quotients, each made of the one before, XLA holds three.
+            # For a chain such as scores, exponentials, quotients, each made from the one before, XLA holds three.
             once=2 * input_bytes + 3 * largest,
             again=saved + largest,
             fixed=fixed,
@@ -76,7 +76,7 @@ class Segment(Protocol):
 
     @property
     def parts(self) -> Sequence[Segment]:
-        """Modules inside of it, in the order of forward, that a policy may make units of."""
+        """Modules inside that a policy may make units of, in the order of forward."""
         ...
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:

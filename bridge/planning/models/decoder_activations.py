@@ -37,7 +37,7 @@ class TracedSegment:
 
 
 def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
-    """In the order of forward."""
+    """The segments in the order of forward."""
     windows = getattr(sizes, "windows", ()) or (None,) * sizes.n_layers
     layers = [
         TracedSegment(f"layers.{k}", "layer", runtime, _one_layer(sizes, window))
@@ -57,11 +57,11 @@ def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
 
 
 def _one_layer(sizes: Any, window: int | None) -> Any:
-    """Sizes of a model of one layer."""
+    """The sizes of a model with one layer."""
     return replace(sizes, n_layers=1, **({"windows": (window,)} if getattr(sizes, "windows", ()) else {}))
 
 
-# All layers are alike, so one trace serves them. A trace takes far longer than the sums of a plan.
+# All layers are alike, so one trace serves all. A trace takes far longer than the sums of a plan.
 @lru_cache(maxsize=256)
 def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
     torch, decoder = framework("torch"), part("torch", "models.decoder")
@@ -98,7 +98,7 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     jax, models = framework("jax"), part("jax", "models")
     tokens = jax.ShapeDtypeStruct((batch, length), "int32")
     hidden = jax.ShapeDtypeStruct((batch, length, sizes.d_model), compute)
-    # The modules come from the model itself, so that no constructor is called with arguments that may change.
+    # The modules come from the model itself, so that this file calls no constructor with arguments that may change.
     make = models.Decoder if isinstance(sizes, models.DecoderConfig) else models.CausalLM
     model = abstract_module(lambda rngs: make(sizes, rngs=rngs))
     if kind == "embed":

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A plan cannot be made from what the user gave; the text says what was expected and what was given."""
+    """A plan cannot be made from the user's input; the text says what was expected and what was given."""

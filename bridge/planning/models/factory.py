@@ -1,4 +1,4 @@
-"""Users' models and functions by path, ``package.module:name``: imported, and models made from shapes alone."""
+"""Users' models and functions by path, ``package.module:name``: importing them, and models from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bridge.planning.models.runtimes import framework, installed, part
 
 
 def function_named(what: str, path: str, example: str) -> Callable[..., Any]:
-    """``package.module:name``, searched from the current folder on. Raises ``PlanError`` where it cannot be imported.
+    """``package.module:name``, searched from the current folder on. Raises ``PlanError`` if it cannot be imported.
 
-    what: what an error calls it, such as "loss". example: how its path should look.
+    what: the noun in an error, such as "loss". example: how the path should look.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -44,7 +44,7 @@ class Factory:
 
     @staticmethod
     def named(name: str) -> Factory:
-        """Raises ``PlanError`` where the path leads to no class or function."""
+        """Raises ``PlanError`` if the path does not lead to a class or function."""
         factory = function_named("model", name, "package.module:Factory")
         called: Any = factory
         if isinstance(factory, type):
@@ -61,7 +61,7 @@ class Factory:
         )
 
     def jax_module(self) -> Any:
-        """An abstract nnx module, or one that stands for a pytree of parameters. Raises ``PlanError`` for others."""
+        """An abstract nnx module, or one that represents a pytree of parameters. Raises ``PlanError`` for others."""
         if not installed("jax"):
             raise PlanError(f"model {self.name}: expected jax and flax to be installed for a JAX model")
         jax, tree_model = framework("jax"), part("jax", "modules.tree_model")
@@ -104,7 +104,7 @@ class Factory:
         ]
         if lazy:
             raise PlanError(
-                f"model {self.name}: expected parameters of known shapes, got {lazy[0]}, whose shape the first call "
-                "tells: have the factory call the model once on an example"
+                f"model {self.name}: expected parameters of known shapes, got {lazy[0]}, whose shape is known only "
+                "after the first call: have the factory call the model once on an example"
             )
         return model

@@ -1,9 +1,9 @@
-"""Bytes of a segment by formula, for B sequences of T tokens and c bytes an element of the compute dtype.
+"""Bytes of a segment by formula, for B sequences of T tokens and c bytes per element of the compute dtype.
 
 ``FormulaSegment`` and ``LossSegment`` count what PyTorch keeps, ``ResidualSegment`` what JAX keeps. There are two kinds
 of attention::
 
-    fused   one kernel, which keeps the queries, keys, values and outputs, and a float32 number a row and head
+    fused   one kernel, which keeps the queries, keys, values and outputs, and one float32 number per row and head
     plain   scores = q k^T, their softmax in float32, and the softmax rounded to the compute dtype: [heads, T, T] each
 """
 
@@ -37,8 +37,8 @@ class FormulaSegment:
         backward  saved + B T (working c + working_bytes), or saved - B T after c + S (4 + c)
         again     input + the larger of forward and backward
 
-    ``working``: cotangents, and intermediates that are not kept. ``after``: elements that what comes after attention
-    saves. While attention runs these are not there yet, or not any more. ``heads``: 0 for fused attention.
+    ``working``: cotangents, and intermediates that are not kept. ``after``: elements that the code after attention
+    saves. While attention runs they do not exist yet, or no longer. ``heads``: 0 for fused attention.
     """
 
     path: str
@@ -108,10 +108,10 @@ class LossSegment:
 class ResidualSegment:
     """In JAX, where a segment saves the residuals of its vjp: see ``jax_trace``, with which a test compares it.
 
-    Of a token: ``saved`` elements in the compute dtype, ``wide`` in float32, and ``saved_bytes``. ``arrays``: the
-    widths of arrays that may be the largest, in the compute dtype and in float32. ``heads``: 0 for fused attention;
+    Per token: ``saved`` elements in the compute dtype, ``wide`` elements in float32, and ``saved_bytes``. ``arrays``:
+    the widths of arrays that may be the largest, in the compute dtype and in float32. ``heads``: 0 for fused attention;
     plain attention saves exponentials in float32 and their quotients in the compute dtype, and reads a mask and the
-    number that stands for what is not seen.
+    number that replaces masked scores.
     """
 
     path: str

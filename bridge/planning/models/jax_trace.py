@@ -1,10 +1,10 @@
 """Bytes of a segment's activations in JAX: the residuals of its vjp, from shapes alone.
 
-XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` fences them, but those that depend on no
-argument, such as the zeros of a mask. Elsewhere XLA may compute some of them again, and the bytes are upper bounds.
-``backward`` adds the cotangents of output and input, and that of the largest intermediate, which is as large as the
-largest residual: in attention that keeps its scores, the cotangent of the scores. On TPUs ``jax_impl`` saves less (see
-``jax_impl/runtime/program/residuals.py``).
+XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` fences them, except residuals that do
+not depend on arguments, such as the zeros of a mask. Elsewhere XLA may recompute some of them, and the bytes are upper
+bounds. ``backward`` adds the cotangents of output and input, and the cotangent of the largest intermediate, which is as
+large as the largest residual: in attention that keeps its scores, the cotangent of the scores. On TPUs ``jax_impl``
+saves less (see ``jax_impl/runtime/program/residuals.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def trace_segment(
 ) -> SegmentBytes:
     """Trace an nnx module, which may be abstract, with parameters in ``compute``, on an input like ``given``.
 
-    finish: the function from the module's output to the differentiated value, such as a loss. others: further inputs,
-    whose bytes are not counted.
+    finish: the function from the module's output to the differentiated value, such as a loss. others: further inputs;
+    their bytes are not counted.
     """
     jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
     graph, state = nnx.split(module)
@@ -37,7 +37,7 @@ def trace_segment(
         output, vjp = jax.vjp(
             lambda state, _, values: finish(nnx.merge(graph, state)(values, *others)), state, (), values
         )
-        # The weights are there in backward in any case.
+        # Backward has the weights in any case.
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
@@ -47,7 +47,7 @@ def trace_segment(
         (output, vjp), depends = residuals.with_dependence(differentiated, state, (), values)
         leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
         residuals_of_input = list(zip(leaves, depends[results:], strict=True))
-        # Constants, such as the zeros of a mask, are made where they are used.
+        # Constants, such as the zeros of a mask, are made at their use.
         return [leaf for leaf, varies in residuals_of_input if varies], [
             leaf for leaf, varies in residuals_of_input if not varies
         ]

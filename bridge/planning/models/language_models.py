@@ -1,7 +1,7 @@
-"""The language models of ``jax_impl`` by name: the decoder, and ``CausalLM`` of a configuration.
+"""The language models of ``jax_impl`` by name: the decoder, and ``CausalLM`` from a configuration.
 
 ``decoder:CONFIG``      a TOML file with a table ``[model]``, or a relay's name
-``llama3-8b``, ...      the built-in shapes that ``CausalLM`` can have
+``llama3-8b``, ...      the built-in shapes that ``CausalLM`` supports
 ``path/config.json``    a configuration as Hugging Face writes it, or the folder that contains it
 """
 
@@ -26,18 +26,18 @@ def is_decoder(name: str) -> bool:
 
 
 def is_config(name: str) -> bool:
-    """Whether ``name`` is a path of a ``config.json``, or of a folder: a path with a colon is no Python path."""
+    """Whether ``name`` is a path to a ``config.json`` or its folder: a path with a colon is not a Python path."""
     path = Path(name)
     return path.suffix == ".json" or path.is_dir() or ("/" in name and ":" not in name)
 
 
 def is_language_model(name: str) -> bool:
-    """Whether ``abstract_model`` makes it, or refuses it with the reason."""
+    """Whether ``abstract_model`` makes this model, or refuses it with a reason."""
     return is_decoder(name) or name in SHIPPED or is_config(name)
 
 
 def decoder_config(name_or_path: str) -> ModelConfig:
-    """The ``[model]`` table of a relay file, or of any TOML file. Raises ``PlanError`` where there is none."""
+    """The ``[model]`` table of a relay file, or of any TOML file. Raises ``PlanError`` if there is none."""
     built_in = BUILT_IN / f"{name_or_path}.toml"
     path = built_in if built_in.is_file() else Path(name_or_path)
     try:
@@ -57,13 +57,13 @@ def decoder_config(name_or_path: str) -> ModelConfig:
 
 
 def causal_lm_config(name: str) -> Any:
-    """A ``jax_impl.models.CausalLMConfig``. Raises ``PlanError`` for a file that it cannot be read from."""
+    """A ``jax_impl.models.CausalLMConfig``. Raises ``PlanError`` for a file from which it cannot be read."""
     models = part("jax", "models")
     if name in SHIPPED:
         keywords = SHIPPED[name]().causal_lm()
         if keywords is None:
             raise PlanError(
-                f"model {name}: expected a model that jax_impl.models.CausalLM can be, to compile it, got one with "
+                f"model {name}: expected a model that jax_impl.models.CausalLM supports, to compile it, got one with "
                 "latent attention and shared experts: its shapes can be planned, without --compile and --target"
             )
         return models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=SHIPPED[name]().rope_theta))
@@ -86,7 +86,7 @@ def causal_lm_config(name: str) -> Any:
 
 
 def idle_elements(name: str) -> int:
-    """Elements of the experts to which a token does not go, of all layers. Raises as ``causal_lm_config``."""
+    """Elements of the experts that do not process a given token, over all layers. Raises as ``causal_lm_config``."""
     if is_decoder(name):
         return 0
     config = causal_lm_config(name)
@@ -95,7 +95,7 @@ def idle_elements(name: str) -> int:
 
 
 def shape_of(config: Any) -> DecoderShape | None:
-    """Of a ``CausalLMConfig``; None where the layers are not those of Llama or Mixtral."""
+    """The shape of a ``CausalLMConfig``; None if the layers are not Llama's or Mixtral's."""
     variations = (
         config.norm != "rms",
         not config.input_norms,
@@ -130,7 +130,7 @@ def shape_of(config: Any) -> DecoderShape | None:
 
 
 def abstract_model(name: str, stacked: bool) -> Any:
-    """The nnx module from shapes alone. Raises ``PlanError`` for a configuration that cannot be had."""
+    """The nnx module from shapes alone. Raises ``PlanError`` for a configuration that is not supported."""
     models = part("jax", "models")
     make: Callable[..., Any]
     if is_decoder(name):

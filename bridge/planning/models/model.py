@@ -1,7 +1,7 @@
 """A model as the planner sees it: module paths, and the shape of every parameter. Nothing is allocated.
 
 Model
-  modules      ""  "embed"  "layers.0"  "layers.0.attention"  ...       those with a forward, in definition order
+  modules      ""  "embed"  "layers.0"  "layers.0.attention"  ...       modules with a forward, in definition order
   parameters   "embed.weight" (257, 331) float32, "layers.0.attention.wq.weight" (320, 331) float32, ...
   activations  of the segments "embed", "layers.0", ..., ""             for the peak, in the order of forward, if known
 """
@@ -22,7 +22,7 @@ from bridge.planning.models.errors import PlanError
 class Parameter:
     """One parameter: dotted ``path``, ``shape``, name of its ``dtype`` as given, and whether it is trained.
 
-    kind: what its dimensions mean, see ``model_axes``; "": what its name says.
+    kind: the meaning of its dimensions, see ``model_axes``; "": as its name says.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """The path of the module that holds it."""
+        """The path of the module that contains it."""
         return self.path.rpartition(".")[0]
 
 
@@ -53,10 +53,10 @@ class Parameter:
 class Model:
     """A model of one runtime, or a shape that either could run.
 
-    modules: dotted paths of all modules that have a forward, which a policy's patterns choose from; ``""`` is the root.
+    modules: dotted paths of all modules with a forward, from which a policy's patterns choose; ``""`` is the root.
     parameters: in the order in which the runtime lays them out.
     source: the origin of shapes and activation formulas, for people.
-    attention: the kind that the activations are counted with, see ``formulas``; None where the model's own code says.
+    attention: the kind that the activations count, see ``formulas``; None if the model's own code decides.
     stacks: paths of modules that JAX scans as one; their layers are ``layers.0``, ``layers.1``, ... here.
 
     Raises ``PlanError`` for a parameter given twice.
@@ -99,9 +99,9 @@ class Model:
         activations: Iterable[Segment] = (),
         source: str = "",
     ) -> Model:
-        """A model whose modules are those that its parameters' paths pass through, but for lists of modules.
+        """A model whose modules are those on its parameters' paths, except lists of modules.
 
-        A list is a module all of whose children are called 0, 1, ....
+        A list is a module whose children are all called 0, 1, ....
         """
         parameters = tuple(parameters)
         modules: dict[str, None] = {"": None}

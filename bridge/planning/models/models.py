@@ -1,7 +1,7 @@
 """Models by name: ``llama3-8b``, ``decoder:CONFIG``, ``folder/config.json`` or ``package.module:Factory``.
 
 The two runtimes may store one model in different shapes (PyTorch ``[out, in]`` and fused, JAX ``[in, out]`` and by
-head), whose layouts and padding differ. So a name resolves to one ``Model`` for each runtime that can run the model.
+head), with different layouts and padding. So a name resolves to one ``Model`` for each runtime that can run the model.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def resolve_models(
     stacked: Sequence[str] = (),
     attention: Attention | None = None,
 ) -> dict[str, Model]:
-    """``{runtime: model}`` for those of ``runtimes`` that can run it. Raises ``PlanError`` when none can.
+    """``{runtime: model}`` for those of ``runtimes`` that can run the model. Raises ``PlanError`` if none can.
 
-    stacked: dotted paths of modules that JAX scans: a model that is built must have their parameters with a leading
-    axis over layers. PyTorch has no such modules. attention: the kind to count, of a model that is planned by formulas;
-    None for what each runtime runs.
+    stacked: dotted paths of modules that JAX scans: a model from a factory must have their parameters with a leading
+    axis over layers. PyTorch has no such modules. attention: the kind to count, for a model planned by formulas;
+    None for the kind that each runtime runs.
     """
     stacked = tuple(path.replace("/", ".") for path in stacked)
     prefix, colon, rest = name.partition(":")
@@ -100,7 +100,7 @@ def _decoder(runtime: str, name: str, config: ModelConfig, stacked: Sequence[str
 def _check_own_attention(name: str, asked: Attention | None, runs: Attention | None = None) -> None:
     if asked not in (None, runs):
         raise PlanError(
-            f"model {name}: expected no --attention {asked}, since its activations are those of its own code"
+            f"model {name}: expected no --attention {asked}, since its activations come from its own code"
             + (f", which runs {runs} attention" if runs else "")
         )
 
@@ -112,7 +112,7 @@ def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -
     if attention is Attention.fused:
         if shape is None:
             raise PlanError(
-                f"model {name}: expected no --attention fused, which is counted for Llama and Mixtral only"
+                f"model {name}: expected no --attention fused, which is counted only for Llama and Mixtral"
             )
         activations = tuple(shape.jax_activations(attention))
     else:
@@ -121,7 +121,7 @@ def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -
     models = {
         "jax": Model(name, modules, parameters, activations, source, tuple(stacked), chosen.value),
     }
-    # Of other families the layers of Hugging Face are not counted.
+    # For other families, the layers of Hugging Face are not counted.
     return models if shape is None else {"torch": shape_model(name, shape, "torch", attention), **models}
 
 
@@ -132,7 +132,7 @@ def _language_shapes(name: str, stacked: Sequence[str]) -> tuple[tuple[Parameter
 
 
 def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
-    """A model that a program makes, on PyTorch's meta device or by ``nnx.eval_shape``."""
+    """A model from a factory, on PyTorch's meta device or by ``nnx.eval_shape``."""
     factory = Factory.named(name)
     if factory.is_jax:
         model = factory.jax_module()
@@ -181,7 +181,7 @@ def nnx_shapes(
 ) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     """Parameters in the order of the model's state, which is sorted, and the modules that may be units.
 
-    Those of a stack are given layer by layer.
+    Parameters of a stack are returned layer by layer.
     """
     nnx = framework("flax.nnx")
     try:

@@ -1,7 +1,7 @@
-"""The two runtimes as the planner needs them: the models they ship and their frameworks, imported when first used.
+"""The two runtimes for the planner: the models they ship and their frameworks, imported at first use.
 
 The bridge works without either framework, and so do plans of built-in shapes. The decoder, users' models and traces
-need the framework of their runtime, but only parts that allocate nothing.
+need the framework of their runtime, but only parts of it that allocate nothing.
 """
 
 from __future__ import annotations

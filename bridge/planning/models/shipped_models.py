@@ -2,8 +2,8 @@
 
     embed  layers.N.{attention_norm, attention, mlp_norm, mlp}  norm  lm_head
 
-Gate and up projections are one matrix [2 f, h], as in the decoder; experts are stacks [experts, out, in]. Counts of
-parameters do not depend on that. Shapes and sizes are those of:
+Gate and up projections are one matrix [2 f, h], as in the decoder; experts are stacks [experts, out, in]. Parameter
+counts do not depend on this. The sources of shapes and sizes are:
 
 * Llama 3: "The Llama 3 Herd of Models", arXiv 2407.21783, table 3; vocabulary 128,256.
 * Mixtral 8x7B: "Mixtral of Experts", arXiv 2401.04088, table 1.
@@ -12,7 +12,7 @@ parameters do not depend on that. Shapes and sizes are those of:
 
 In PyTorch the modules are the decoder's, and activations are those of Hugging Face's models: RMSNorm in float32, SwiGLU
 that keeps gate, its SiLU, up and their product, and by default fused attention. "Reducing Activation Recomputation in
-Large Transformer Models", arXiv 2205.05198, section 4, counts another layer in the same way. Elements a token, h
+Large Transformer Models", arXiv 2205.05198, section 4, counts another layer in the same way. Elements per token, with h
 hidden, q and k widths of queries and keys, f feed-forward width::
 
     norms       two: x in float32, normalised h, scaled h                        + 4 bytes each
@@ -20,14 +20,14 @@ hidden, q and k widths of queries and keys, f feed-forward width::
                 plain: keys and values repeated for each head, and scores (``formulas``)
     SwiGLU      4 f
     experts     as SwiGLU for each of a token's experts, and their inputs and outputs 2 h each
-    MLA         also the compressed queries and keys, twice: as they are and normalised
+    MLA         also the compressed queries and keys, twice: raw and normalised
     head        as a norm, and log-probabilities V in float32
 
 In JAX parameters and activations are those of ``jax_impl.models.CausalLM``, by default with plain attention. It has no
 latent attention and no shared experts: DeepSeek-V3 has PyTorch's modules there, too, with activations as ``CausalLM``
 would keep them.
 
-Experts are taken to be evenly loaded.
+Experts are assumed to be evenly loaded.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class GroupedQueries:
 
     @property
     def rotated(self) -> int:
-        """Elements a token of queries and keys."""
+        """Elements per token of queries and keys."""
         return (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def others(self) -> int:
-        """Elements a token that attention keeps besides these: values and outputs."""
+        """Elements per token that attention keeps in addition: values and outputs."""
         return (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def repeated(self) -> int:
-        """Elements a token that keys and values have more, repeated for each head of the queries."""
+        """Elements per token that keys and values gain when they are repeated for each query head."""
         return 2 * (self.heads - self.kv_heads) * self.head_dim
 
     def jax_parameters(self, hidden: int) -> Shapes:
-        """Those of ``CausalLM``."""
+        """The parameters of ``CausalLM``."""
         yield "key.kernel", (hidden, self.kv_heads, self.head_dim)
         yield "out.kernel", (self.heads, self.head_dim, hidden)
         yield "query.kernel", (hidden, self.heads, self.head_dim)
@@ -104,24 +104,24 @@ class LatentAttention:
 
     @property
     def rotated(self) -> int:
-        """Elements a token of queries and keys."""
+        """Elements per token of queries and keys."""
         return 2 * self.heads * (self.plain_dim + self.rotary_dim)
 
     @property
     def others(self) -> int:
-        """Elements a token that attention keeps besides these: values, outputs, and what they are projected from."""
+        """Elements per token that attention keeps in addition: values, outputs, and the inputs of their projections."""
         low_rank = 2 * self.query_rank + 2 * self.key_rank + self.rotary_dim
         return low_rank + 2 * self.heads * self.value_dim
 
     @property
     def repeated(self) -> int:
-        """Every head has keys and values of its own."""
+        """Every head has its own keys and values."""
         return 0
 
 
 @dataclass(frozen=True)
 class Experts:
-    """``count`` experts of width ``ff``, ``active`` of them for a token, and ``shared`` ones for all."""
+    """``count`` experts of width ``ff``, ``active`` of them for a token, and ``shared`` experts for all tokens."""
 
     count: int
     active: int
@@ -137,18 +137,18 @@ class Experts:
             yield "shared.w2.weight", (hidden, self.ff * self.shared)
 
     def jax_parameters(self, hidden: int) -> Shapes:
-        """Those of ``CausalLM``, which has no shared ones."""
+        """The parameters of ``CausalLM``, which has no shared experts."""
         yield "down.kernel", (self.count, self.ff, hidden)
         yield "gate.kernel", (self.count, hidden, self.ff)
         yield "router.kernel", (hidden, self.count)
         yield "up.kernel", (self.count, hidden, self.ff)
 
     def saved(self, hidden: int) -> int:
-        """Elements a token."""
+        """Elements per token."""
         return self.count + 4 * self.ff * (self.active + self.shared) + 2 * hidden * self.active
 
     def residuals(self, hidden: int) -> tuple[int, int, int]:
-        """Of a token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
+        """Per token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
         per_token = self.active + self.shared
         return (
             6 * self.ff * per_token + hidden * self.active,
@@ -157,11 +157,11 @@ class Experts:
         )
 
     def widest(self, hidden: int) -> tuple[int, int]:
-        """Elements a token of the largest array in the compute dtype, and in float32."""
+        """Elements per token of the largest array in the compute dtype, and in float32."""
         return self.ff * self.active, hidden * self.active
 
     def working(self) -> int:
-        """Elements a token."""
+        """Elements per token."""
         return 3 * self.ff * (self.active + self.shared)
 
 
@@ -176,25 +176,25 @@ class DenseMlp:
         yield "w2.weight", (hidden, self.ff)
 
     def jax_parameters(self, hidden: int) -> Shapes:
-        """Those of ``CausalLM``."""
+        """The parameters of ``CausalLM``."""
         yield "down.kernel", (self.ff, hidden)
         yield "gate.kernel", (hidden, self.ff)
         yield "up.kernel", (hidden, self.ff)
 
     def saved(self, hidden: int) -> int:
-        """Elements a token."""
+        """Elements per token."""
         return 4 * self.ff
 
     def residuals(self, hidden: int) -> tuple[int, int, int]:
-        """Of a token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
+        """Per token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
         return 6 * self.ff, 0, 0
 
     def widest(self, hidden: int) -> tuple[int, int]:
-        """Elements a token of the largest array in the compute dtype, and in float32."""
+        """Elements per token of the largest array in the compute dtype, and in float32."""
         return self.ff, hidden
 
     def working(self) -> int:
-        """Elements a token."""
+        """Elements per token."""
         return 3 * self.ff
 
 
@@ -213,7 +213,7 @@ class DecoderShape:
     tied: bool = False
 
     def causal_lm(self) -> dict[str, Any] | None:
-        """Keywords of ``jax_impl.models.CausalLMConfig``, but ``rotary``; None for what it cannot be."""
+        """Keywords of ``jax_impl.models.CausalLMConfig``, except ``rotary``; None for an unsupported shape."""
         attention, mlp = self.attention, self.mlp
         if isinstance(attention, LatentAttention) or (isinstance(mlp, Experts) and mlp.shared):
             return None
@@ -251,7 +251,7 @@ class DecoderShape:
             yield Parameter("lm_head.weight", (self.vocabulary, hidden))
 
     def jax_parameters(self) -> Iterator[Parameter]:
-        """Those of ``CausalLM``, in the order of its state, for a shape that it can be."""
+        """The parameters of ``CausalLM``, in the order of its state, for a shape that it supports."""
         hidden = self.hidden
         yield Parameter("embed.embedding", (self.vocabulary, hidden))
         for layer in range(self.layers):
@@ -268,7 +268,7 @@ class DecoderShape:
         yield Parameter("norm.scale", (hidden,))
 
     def torch_activations(self, attention: Attention) -> Iterator[Segment]:
-        """Of the embedding, each layer, and the head at the root."""
+        """Segments of the embedding, each layer, and the head at the root."""
         hidden, plain = self.hidden, attention is Attention.plain
         own = self.attention
         kept = own.rotated + own.others + (own.repeated if plain else 0)
@@ -288,7 +288,7 @@ class DecoderShape:
         yield LossSegment("", hidden, self.vocabulary)
 
     def jax_activations(self, attention: Attention) -> Iterator[Segment]:
-        """Of the embedding, each layer, and the head at the root."""
+        """Segments of the embedding, each layer, and the head at the root."""
         hidden, plain = self.hidden, attention is Attention.plain
         own = self.attention
         # The numbers of the tokens.
@@ -300,7 +300,7 @@ class DecoderShape:
                 f"layers.{layer}",
                 input=hidden,
                 saved=4 * hidden + own.others + narrow + (0 if plain else own.rotated),
-                # Of a norm its input and 2 numbers, of a softmax maximum and sum, or one number for both.
+                # For a norm its input and 2 numbers, for a softmax maximum and sum, or one number for both.
                 wide=2 * hidden + 4 + wide + (own.rotated + 2 * own.heads if plain else own.heads),
                 saved_bytes=places,
                 arrays=mlp.widest(hidden),
@@ -337,11 +337,11 @@ SHIPPED: dict[str, Callable[[], DecoderShape]] = {
 
 
 DEFAULTS = {"torch": Attention.fused, "jax": Attention.plain}
-"""What each runtime runs."""
+"""The attention that each runtime runs."""
 
 
 def shipped_model(name: str, runtime: str = "torch", attention: Attention | None = None) -> Model:
-    """``attention``: None for what the runtime runs. Raises ``PlanError`` for an unknown name."""
+    """``attention``: None for the kind that the runtime runs. Raises ``PlanError`` for an unknown name."""
     if name not in SHIPPED:
         raise PlanError(f"model: expected one of {', '.join(SHIPPED)}, got {name!r}")
     return shape_model(name, SHIPPED[name](), runtime, attention)
@@ -355,7 +355,7 @@ def shape_model(name: str, shape: DecoderShape, runtime: str, attention: Attenti
         model = Model.of(name, shape.parameters(), shape.torch_activations(chosen), source)
     else:
         fits = shape.causal_lm() is not None
-        source = "jax_impl.models.CausalLM" if fits else "published shapes; activations as CausalLM's"
+        source = "jax_impl.models.CausalLM" if fits else "published shapes; activations like CausalLM's"
         parameters = shape.jax_parameters() if fits else shape.parameters()
         model = Model.of(name, parameters, shape.jax_activations(chosen), source)
     return replace(model, attention=chosen.value)

@@ -1,4 +1,4 @@
-"""Amounts of memory and shares of it as people write them: GB is 10**9 bytes, GiB is 2**30, 10% is a tenth."""
+"""Amounts and shares of memory as people write them: GB is 10**9 bytes, GiB is 2**30, 10% is a tenth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """``"80GB"``, ``"79.5 GiB"`` or ``"1000B"``; parts of a byte are dropped. Raises ``PlanError`` otherwise."""
+    """``"80GB"``, ``"79.5 GiB"`` or ``"1000B"``; fractions of a byte are dropped. Raises ``PlanError`` otherwise."""
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*+([A-Za-z]*)\s*+", text)
     if match is not None and not match[2]:
         raise PlanError(

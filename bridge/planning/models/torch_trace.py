@@ -1,7 +1,7 @@
-"""Bytes of a segment's activations in PyTorch: one forward and backward on the meta device, every allocation noted.
+"""Bytes of a segment's activations in PyTorch: one forward and backward on the meta device, with a log of allocations.
 
 Nothing is computed or allocated: on the meta device tensors have shapes and storages without memory. A dispatch mode
-sees each operator's results, in backward as well, and a finalizer sees each storage's end. So autograd saves and frees
+sees each operator's results, also in backward, and a finalizer sees each storage's end. So autograd saves and frees
 the same tensors at the same moments as on a real device.
 """
 
@@ -20,7 +20,7 @@ def trace_segment(
 ) -> SegmentBytes:
     """Trace ``build()``, a module, on ``make_input()``; both are called for the meta device.
 
-    finish: the function from the module's output to a scalar, such as a loss; None: the output's gradient is given.
+    finish: the function from the module's output to a scalar, such as a loss; None: the output's gradient is passed in.
     """
     torch = framework("torch")
     with torch.device("meta"):
@@ -39,7 +39,7 @@ def trace_segment(
             parameter.register_post_accumulate_grad_hook(forget)
         if finish is None:
             weight = torch.empty_like(module(source))
-        # Views of these tensors are results of operators too.
+        # Views of these tensors are also results of operators.
         log.ignore([source, *module.parameters(), *module.buffers(), *([] if weight is None else [weight])])
         with log.mode():
             # A leaf would stay alive in any case; an input from another segment does not.
@@ -70,7 +70,7 @@ class _Log:
         return self._alive.get(tensor.untyped_storage()._cdata, -1)
 
     def ignore(self, tensors: Iterable[Any]) -> None:
-        """Bytes of storages that stay alive."""
+        """Ignore the bytes of storages that stay alive."""
         self._alive.update((tensor.untyped_storage()._cdata, -1) for tensor in tensors)
 
     def mark(self) -> int:
@@ -81,7 +81,7 @@ class _Log:
         return sum(size for _, size in self._events)
 
     def peak(self, after: int = 0, without: frozenset[int] | set[int] = frozenset()) -> int:
-        """The most bytes alive at once since a mark, the storages ``without`` left out."""
+        """The most bytes alive at once since a mark, without the storages ``without``."""
         live = most = 0
         for index, (key, size) in enumerate(self._events):
             if key not in without:
@@ -91,7 +91,7 @@ class _Log:
         return most
 
     def note(self, tensor: Any) -> None:
-        """Log a result of an operator; its storage may be known already."""
+        """Log a result of an operator; its storage may already be known."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._alive:

@@ -86,8 +86,7 @@ class Float8Levels(Levels):
 
 @dataclass(frozen=True)
 class FlatGroup(Levels):
-    """``paths``: paths of the parameters, in the order of ``layout.slots``. ``layers``: number of layers of a stack, or
-    None."""
+    """``paths``: parameters in the order of ``layout.slots``. ``layers``: number of layers of a stack, or None."""
 
     key: str
     unit: str

@@ -1,5 +1,4 @@
-"""Float8 payload and its scales inside a compiled step: the bytes of ``bridge.core.sharding.policy.float8``, on any
-device.
+"""Float8 payload and scales in a compiled step: the bytes of ``bridge.core.sharding.policy.float8``, on any device.
 
 All arithmetic is on integers or multiplies by powers of two, which all XLA compilers compute alike. Their own float8
 types saturate and flush differently, and not every device has these types.
@@ -24,8 +23,7 @@ _SMALLEST_NORMAL = 0x00800000
 
 @dataclass(frozen=True)
 class Float8:
-    """A format: the bits of its fraction, the bias of its exponent, and the code of its largest number, 1.75 * 2 **
-    power."""
+    """A format: bits of the fraction, bias of the exponent, and code of the largest number, 1.75 * 2 ** power."""
 
     dtype: jnp.dtype
     fraction: int

@@ -1,5 +1,4 @@
-"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` defines the bits and
-their positions.
+"""A flat group whose weights travel as float8 payload, with the bits of ``bridge.core.sharding.policy.float8``.
 
 ::
 
@@ -36,8 +35,7 @@ from jax_impl.runtime.groups.float8_shards import (
 
 @dataclass(frozen=True)
 class Float8Group(Float8Levels, FlatGroup):
-    """Sources are pieces of uint8 ``[piece_bytes * shards]``, and for float8_e4m3fn also the scales of the
-    parameters."""
+    """Sources are pieces of uint8 ``[piece_bytes * shards]``, and for float8_e4m3fn also the parameters' scales."""
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         layout = self.layout

@@ -79,8 +79,7 @@ def quantize_tensors(layout: Layout, values: jax.Array, scales: jax.Array, rank:
 
 
 def scales_of_leaves(layout: Layout, scales: jax.Array) -> Sequence[jax.Array]:
-    """mxfp8: scales of all shards ``[num_shards, scale_bytes]`` -> scales of each parameter ``[..., blocks of a
-    row]``."""
+    """mxfp8: scales of all shards ``[num_shards, scale_bytes]`` -> of each parameter ``[..., blocks of a row]``."""
     if in_blocks(layout):
         tiles = _tiles(layout)
         return unpack(tiles, scales[:, : tiles.shard_size].reshape(-1))

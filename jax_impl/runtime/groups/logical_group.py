@@ -108,8 +108,7 @@ def logical_array(
 
 @dataclass(frozen=True)
 class LogicalGroup(Levels):
-    """``arrays``: the parameters at rest, in the order of the unit. ``layers``: number of layers of a stack, or
-    None."""
+    """``arrays``: the parameters at rest, in the order of the unit. ``layers``: as in ``FlatGroup``."""
 
     unit: str
     arrays: tuple[LogicalArray, ...]
@@ -157,8 +156,7 @@ class LogicalGroup(Levels):
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
         # No sharding can express "partial", so XLA reduces in each microbatch. Gradients that are cut in the end are
-        # cut there, too: when they were left whole under "optim", XLA all-reduced first and cut afterwards, which sends
-        # twice the bytes.
+        # cut there, too: when they were left whole under "optim", XLA all-reduced and then cut: twice the bytes.
         return self._lying(rounded, self.strategy.gradients or self.strategy.optimizer, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -42,8 +42,7 @@ def is_scaled(group: Group, path: str) -> bool:
 
 
 def row_arrays(group: Group) -> Mapping[str, Stored]:
-    """By key, the arrays that scaled moments of a group may have in addition to or instead of arrays like the
-    weights."""
+    """By key, arrays of a group's scaled moments, in addition to or instead of arrays like the weights."""
     scaled = [path for path in group.paths if is_scaled(group, path)]
     if isinstance(group, LogicalGroup):
         return {path + SCALES: scales_of(group.stored[path]) for path in scaled}
@@ -147,8 +146,7 @@ class RowArray:
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
-        """By slot, the start of its rows on the first rank that has some; on other ranks the slot is first in its
-        buffer."""
+        """By slot, the start of its rows on the first rank that has some; on others the slot is first in its buffer."""
         layout, starts = self.group.layout, dict[str, int]()
         for buffer, start in enumerate(self.starts):
             for rank in range(layout.num_shards):

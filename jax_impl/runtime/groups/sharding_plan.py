@@ -147,16 +147,21 @@ class ShardingPlan(Viewed):
     def model_axes(self) -> ModelAxes:
         return ModelAxes.of(self.mesh)
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all units, in the order of the units."""
+        return [group for unit in self.units.values() for group in unit.groups]
+
     @cached_property
     def arrays(self) -> Mapping[str, Stored]:
         """Every array of a train state's weights."""
-        groups = [group for unit in self.units.values() for group in unit.groups]
-        return MappingProxyType({key: stored for group in groups for key, stored in group.stored.items()})
+        stored = (group.stored.items() for group in self.groups)
+        return MappingProxyType({key: array for items in stored for key, array in items})
 
     @cached_property
     def row_arrays(self) -> Mapping[str, Stored]:
         """Arrays of an optimizer's state if moments have one scale per row (``row_arrays.py``)."""
-        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
+        groups = [group for group in self.groups if group.trainable]
         scales = {
             path + SCALES: scales_of(self.logical[path])
             for group in groups
@@ -170,8 +175,7 @@ class ShardingPlan(Viewed):
     @cached_property
     def trainable(self) -> frozenset[str]:
         """Keys of the arrays that have gradients and moments."""
-        groups = [group for unit in self.units.values() for group in unit.groups if group.trainable]
-        return frozenset(key for group in groups for key in group.stored)
+        return frozenset(key for group in self.groups if group.trainable for key in group.stored)
 
     @cached_property
     def parameters(self) -> Mapping[str, ParamInfo]:
@@ -190,10 +194,8 @@ class ShardingPlan(Viewed):
 
     @cached_property
     def whole_parameters(self) -> tuple[str, ...]:
-        """Parameters that a strategy shards but that every device holds whole, because the pjit engine cannot cut
-        them."""
-        groups = [group for unit in self.units.values() for group in unit.groups]
-        cut = {path for g in groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
+        """Parameters that a strategy shards but every device holds whole, as the pjit engine cannot cut them."""
+        cut = {path for g in self.groups if self.axes.shards(g.strategy.optimizer) > 1 for path in g.paths}
         return tuple(
             path
             for path, info in self.parameters.items()
@@ -203,20 +205,20 @@ class ShardingPlan(Viewed):
     @cached_property
     def logical(self) -> Mapping[str, LogicalArray]:
         """By path, how the moments are sharded for an optimizer that gets parameters (``optimizer/logical.py``)."""
-        arrays = {}
-        for unit in self.units.values():
-            for group in unit.groups:
-                for path in group.paths if group.trainable else ():
-                    shape = self.parameters[path].shape
-                    cuts, sizes = group.cuts_of(path), self.model_axes.by_name
-                    arrays[path] = logical_array(
-                        path, shape, group.wire, group.strategy, group.layers, cuts, sizes
-                    )
+        arrays, sizes = {}, self.model_axes.by_name
+        for group in self.groups:
+            wire, strategy, layers = group.wire, group.strategy, group.layers
+            for path in group.paths if group.trainable else ():
+                shape, cuts = self.parameters[path].shape, group.cuts_of(path)
+                arrays[path] = logical_array(path, shape, wire, strategy, layers, cuts, sizes)
         return MappingProxyType(arrays)
 
+    def layers_of(self, path: str) -> int | None:
+        """The number of layers of a parameter's stack, or None."""
+        return self.units[self.parameters[path].unit].module.layers
+
     def sharding(self, key: str) -> NamedSharding:
-        """The sharding of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its
-        path."""
+        """The sharding of the array ``key`` of weights, gradients and moments, or of moments by parameter path."""
         return NamedSharding(self.mesh, self.stored(key).spec)
 
     @property
@@ -242,8 +244,7 @@ class ShardingPlan(Viewed):
         return self.logical[key]
 
     def holding(self, buffers: Mapping[str, Any], path: str) -> str | None:
-        """The key of the parameter in ``buffers``: its array's key, or its own path; None if they lack the
-        parameter."""
+        """The key of the parameter in ``buffers``: its array's key, or its own path; None if neither is there."""
         own = self.parameters[path].key
         keys = (own, path, own + SCALED, own + UNSCALED, own + SCALES, path + SCALES)
         return next(
@@ -255,8 +256,7 @@ class ShardingPlan(Viewed):
         return self.stored(key).tensor_shape(path, self.parameters[path].shape)
 
     def locate_buffer(self, path: tuple[Any, ...], leaf: Any) -> tuple[str, tuple[Any, ...]] | None:
-        """The key of the plan's array to which ``leaf`` at tree path ``path`` corresponds, and the path without that
-        key.
+        """The key of the plan's array that ``leaf`` at tree path ``path`` corresponds to, and the path without it.
 
         None for other leaves. Weights are a dictionary by key, and optimizer states keep these keys. The state of an
         optimizer that gets parameters keeps the model's tree, so there the key is a parameter's path.
@@ -276,8 +276,7 @@ class ShardingPlan(Viewed):
         # The innermost known key: an optimizer may add its own labels outside or inside.
         for i in reversed([i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]):
             key = path[i].key
-            # Skip the unit's part of a parameter's path: the array of the unit "head" may have the same shape as the
-            # parameter "head/bias".
+            # Skip the unit's part of a parameter's path: the array of unit "head" may have the shape of "head/bias".
             within_path = first <= i < last and last - first > 1
             if not within_path and any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
@@ -298,8 +297,7 @@ class ShardingPlan(Viewed):
                 yield from (piece for piece in pieces if not piece.repeated)
 
     def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
-        """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, called for the boxes of each
-        addressable shard.
+        """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, for boxes of addressable shards.
 
         ``dtype``: values are cast to this dtype, by default the main dtype.
         """

@@ -158,8 +158,7 @@ def _check_row_counts(
 
 
 def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
-    """Raise ``ValueError`` for variables with rule "rows" that do not fit the number of ``rows`` in a call of the
-    loss."""
+    """Raise ``ValueError`` for variables with rule "rows" that do not fit the ``rows`` of a call of the loss."""
     for path in sorted(read):
         info = infos[path]
         if info.rule == "rows" and info.shape[info.rows] % rows:
@@ -177,7 +176,7 @@ def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -
     rank = lax.axis_index(axes.names[::-1])
     return {
         path: jax.vmap(lambda key: jax.random.fold_in(key, rank))(value.reshape(-1)).reshape(value.shape)
-        if _is_key(value)
+        if is_key(value)
         else value
         for path, value in variables.items()
     }
@@ -194,7 +193,7 @@ def of_all_devices(
     merged: Variables = {}
     for path, value in after.items():
         rule = infos[path].rule
-        if _is_key(value):
+        if is_key(value):
             merged[path] = before[path]
         elif rule in (None, "rows"):
             merged[path] = value
@@ -214,5 +213,5 @@ def _merged(rule: str | None, before: jax.Array, after: jax.Array, names: Sequen
     return lax.pmax(number, names).astype(after.dtype)
 
 
-def _is_key(value: jax.Array) -> bool:
+def is_key(value: Any) -> bool:
     return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))

@@ -61,8 +61,7 @@ class Parts:
 
     @staticmethod
     def of(jaxpr: Any, constants: int, carries: int, *, reductions: bool) -> Parts:
-        """Split a body whose inputs are constants, then carries, then slices. ``reductions``: whether reductions
-        move."""
+        """Split a body whose inputs are constants, then carries, then slices. ``reductions``: whether these move."""
         equations = list(jaxpr.eqns)
         # The next pass's gather must not start before the last unit of this pass, which is in a nested loop. And this
         # file cannot stack random keys as scan does.
@@ -259,7 +258,6 @@ class Pass(Level):
         if self._issue is not None:
             self.ahead = self._issue(self.gate)
             if self.ways.chained:
-                # Simulated devices support only one collective at a time, so the gather must not overlap with what
-                # follows.
+                # Simulated devices support one collective at a time, so this gather must not overlap later ones.
                 values, self.ahead = fence((values, self.ahead))
         return values

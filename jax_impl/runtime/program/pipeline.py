@@ -79,8 +79,7 @@ def pipeline(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """State between two passes. gathered: whole weights of the next pass. waiting: inputs of ``late`` from the previous
-    pass.
+    """Between two passes. gathered: whole weights of the next pass. waiting: inputs of ``late`` from the previous pass.
 
     done: True when the reductions that ran during earlier passes are done.
     """
@@ -184,8 +183,7 @@ class _Loop:
         parts, outputs, carries = self.parts, self.body.jaxpr.outvars, len(self.carry)
         carry, stacked = state.carry, self.stacked
         if last and self.ways.row_major:
-            # Otherwise XLA slices this pass's inputs before the loop and keeps them, which costs one more layer of
-            # saved arrays.
+            # Otherwise XLA slices this pass's inputs before the loop and keeps them: one more layer of saved arrays.
             carry, stacked = fence((carry, stacked))
         env = variables(self.body, [*self.constants, *carry, *self._slices(k, stacked)])
         issue = None

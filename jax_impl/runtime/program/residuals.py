@@ -25,8 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax_impl.modules.seal import WITNESSED, inner_program
 from jax_impl.runtime.program.traced import inline_calls, operands
 
-# Covers all versions of JAX: later versions have primitives for expressions that earlier versions write out, such as 1
-# - x * x.
+# For all versions of JAX: later ones have primitives for expressions that earlier ones write out (1 - x * x).
 ELEMENTWISE = frozenset([
     "abs", "add", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
     "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
@@ -36,8 +35,7 @@ ELEMENTWISE = frozenset([
     "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
 ])  # fmt: skip
 # Limits in multiples of an array's bytes: how much may be saved instead (including small arrays such as maxima of its
-# rows), and how much may be read to recompute it. Without a limit, a sum over all layers' outputs would read all
-# outputs.
+# rows), and how much may be read to recompute it. Without limits, a sum over all layers' outputs would read all.
 _SAVED, _READ = 1.1, 2.5
 
 
@@ -154,8 +152,7 @@ def with_derived(function: Callable[..., Any], inputs: int, *args: Any) -> tuple
 
 
 def constants_of(program: ClosedJaxpr) -> list[Any]:
-    """Variables that depend on no input but are operands of operations that do. JAX moves such variables out of
-    loops."""
+    """Variables that depend on no input but are operands of operations that do. JAX moves these out of loops."""
     jaxpr = inline_calls(program).jaxpr
     known = dict.fromkeys(jaxpr.invars, True)
     constants: dict[Any, None] = {}

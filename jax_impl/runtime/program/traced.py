@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from jax_impl.modules.seal import inner_program, jaxpr_of
+from jax_impl.modules.seal import inner_program, jaxpr_of, jaxprs_of
 
 T = TypeVar("T")
 Values = list[Any]
@@ -52,25 +52,20 @@ def is_gate(operand: Any) -> bool:
 def holds(equation: Any, marks: Sequence[str]) -> bool:
     """Whether ``equation``, or a program that it runs, is or contains a call with one of these names."""
     return mark_of(equation) in marks or any(
-        holds(below, marks) for inner in _programs(equation) for below in inner.eqns
+        holds(below, marks) for inner in jaxprs_of(equation) for below in inner.eqns
     )
 
 
 def runs_any(equation: Any, names: frozenset[str]) -> bool:
     """Whether ``equation``, or a program that it runs, is or contains an operation with one of these names."""
     return equation.primitive.name in names or any(
-        runs_any(below, names) for inner in _programs(equation) for below in inner.eqns
+        runs_any(below, names) for inner in jaxprs_of(equation) for below in inner.eqns
     )
-
-
-def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
-    """Whether the equation is an ordinary call that contains calls with these names."""
-    return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
 
 
 def inline_around(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
     """The program with calls of these names at its top level: enclosing calls are inlined."""
-    return _without_calls(program, lambda equation: is_call_around(equation, marks))
+    return _without_calls(program, lambda e: _is_call(e) and mark_of(e) not in marks and holds(e, marks))
 
 
 def inline_calls(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -115,8 +110,7 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Split:
-    """A loop's stacked results with the last pass separate: ``[L - 1, ...]`` and ``[...]``, the first layer if
-    ``reverse``.
+    """A loop's stacked results with the last pass separate: ``[L - 1, ...]`` and ``[...]``, layer 0 if ``reverse``.
 
     XLA would copy a single array, and give it another memory layout than in the loop.
     """
@@ -213,12 +207,3 @@ def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[
 
 def _is_call(equation: Any) -> bool:
     return equation.primitive.name not in _NO_CALLS and inner_program(equation) is not None
-
-
-def _programs(equation: Any) -> list[Any]:
-    programs = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if jaxpr_of(item) is not None:
-                programs.append(jaxpr_of(item))
-    return programs

@@ -27,8 +27,7 @@ _Static = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], 
 
 # The kernels of torch_impl need matrices whose dimensions are multiples of this.
 _MULTIPLE = 16
-# With the default precision, Hopper's tensor cores would sum with fewer bits than float32. The factors do not need more
-# than this.
+# With the default precision, Hopper's tensor cores would sum with fewer bits than float32. The factors need no more.
 _SUMS = lax.Precision.HIGH
 
 
@@ -49,8 +48,7 @@ def float8_dot_general(
 
     Each factor is rounded to e4m3, and the gradient of the output to e5m2, times one power of two per factor. That
     power comes from the largest magnitude in this device's call; under pjit, and along model axes, from the largest
-    over all devices. Sums are float32. The gradient of the weight is a product of unrounded factors, with
-    ``precision``.
+    over all devices. Sums are float32. The weight's gradient is a product of unrounded factors, with ``precision``.
 
     ``jax.lax.dot_general`` multiplies factors of different dtypes, factors that are neither bfloat16 nor float32,
     weights whose summed or other dimensions are not multiples of 16, and all products with an ``out_sharding``.

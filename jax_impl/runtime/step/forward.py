@@ -257,8 +257,7 @@ def _refuse_nnx_objects(path: str, arguments: Any) -> None:
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays of ``tree``, and a function that puts other arrays in their places; flags and the like stay Python
-    values."""
+    """The arrays of ``tree``, and a function that puts other arrays in their places; flags stay Python values."""
     leaves, treedef = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 

@@ -166,8 +166,7 @@ def check_aux(
 ) -> None:
     """Raise ``ValueError`` for statistics that are rows of the batch, whose mean or sum over parts is meaningless.
 
-    ``aux_of``: computes a batch's aux, the values that a loss function returns with its loss. ``aux``: the aux of
-    ``batch``, or its shapes.
+    ``aux_of``: computes the aux that a loss function returns for a batch. ``aux``: the aux of ``batch``, or its shapes.
     """
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     rows = {leaf.shape[0] // parts for leaf in jax.tree.leaves(batch)}
@@ -255,12 +254,9 @@ def _pjit(
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
-        # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again for
-        # another sharding.
-        variables = {
-            path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
-            for path, value in variables.items()
-        }
+        # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again.
+        lying = {path: plan.variable_sharding(path) for path in variables}
+        variables = lax.with_sharding_constraint(variables, lying)
         return *divisors.divide(loss, finish(plan, gradients)), variables
 
     return whole
@@ -275,8 +271,7 @@ def _accumulate(
     shared: Shared,
     microbatches: int,
 ) -> tuple[LossParts, Variables, AllCollectors]:
-    """Loss and gradients summed over the microbatches ``parts [K, ...]``; each microbatch gets the variables of the
-    previous one."""
+    """Loss and gradients summed over the microbatches ``parts [K, ...]``; each gets the previous one's variables."""
 
     def one_microbatch(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
         def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
@@ -292,8 +287,7 @@ def _accumulate(
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
         return one_microbatch(first, variables)
-    # Start the sum with zeros, not with a first microbatch outside the loop: the program then contains the model once,
-    # not twice.
+    # Start the sum with zeros, not with a microbatch outside the loop: the program then contains the model only once.
     shapes = jax.eval_shape(one_microbatch, first, variables)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
 

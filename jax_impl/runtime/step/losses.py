@@ -24,7 +24,6 @@ remaining divisor is smaller.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ import numpy as np
 from jax import lax
 
 from jax_impl.comm.collectives import divide_exactly, fence
+from jax_impl.modules.module_tree import matches
 from jax_impl.modules.uneven_means import mark_loss, mark_weight
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
@@ -47,6 +47,11 @@ class LossParts(NamedTuple):
     value: jax.Array
     weight: jax.Array | None
     aux: Any
+
+    def metrics(self, has_aux: bool) -> dict[str, Any]:
+        """What a step reports of its loss."""
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return {"loss": self.value, **weight, **({"aux": self.aux} if has_aux else {})}
 
 
 def as_parts(returned: Any, has_aux: bool) -> LossParts:
@@ -202,18 +207,13 @@ class Divisors:
 
 
 def _of_unit(path: str, by_pattern: Mapping[str, float]) -> float | None:
-    return next((d for pattern, d in by_pattern.items() if _matches(path, pattern)), None)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts, patterns = path.split("/"), pattern.split("/")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    return next((d for pattern, d in by_pattern.items() if matches(path, pattern)), None)
 
 
 def _check_patterns(plan: ShardingPlan, by_pattern: Mapping[str, float]) -> None:
     for pattern, divisor in by_pattern.items():
         _check(f"grad_divisor[{pattern!r}]", divisor)
-        if not any(_matches(path, pattern) for path in plan.units):
+        if not any(matches(path, pattern) for path in plan.units):
             raise ValueError(
                 f"grad_divisor: expected patterns of units, but {pattern!r} matches none of {list(plan.units)[:12]}"
             )

@@ -30,8 +30,7 @@ backward. With ``prefetch = 0``, and with ``prefetch = 1``, which allows two uni
     recompute R    gather A, apply A, drop A | gather B, apply B | gather C, apply C
     backward R     backward C, drop C | backward B, drop B | gather A, backward A, drop A
 
-A unit whose forward and backward are traced separately, as in a loop or inside a unit that does not recompute, is
-gathered again.
+A unit whose forward and backward are traced apart, as in a loop or in a unit without recomputation, is gathered again.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class Kept:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, units that are traced in the current trace run again, and their backward follows in the same
-        trace."""
+        """Inside, units of the current trace run again, and their backward follows in the same trace."""
         # The trace, not a flag: forward and backward of a unit in a loop's body are traced separately, so weights kept
         # by forward would be tracers of a trace that has ended.
         before, self._recomputed = self._recomputed, get_opaque_trace_state()
@@ -80,16 +78,14 @@ class Kept:
             self._recomputed = before
 
     def make_room(self, *, again: bool) -> None:
-        """Make room for one more unit's weights. ``again``: in backward, where the previous unit's weights also
-        exist."""
+        """Make room for one more unit's weights. ``again``: in backward, where the previous unit's also exist."""
         # Weights that stay too long would mean three units' weights at once. Weights that are dropped here are gathered
         # a third time, which costs time, not memory.
         room = 0 if again else self.limit - 1
         del self._held[: max(0, len(self._held) - room)]
 
     def keep(self, held: Held) -> Use | None:
-        """After a unit's forward: return the use by which backward asks for the weights, or None if backward gathers
-        them."""
+        """After a unit's forward: the use by which backward asks for the weights; None if backward gathers them."""
         trace = get_opaque_trace_state()
         if self._recomputed != trace:
             return None
@@ -264,8 +260,7 @@ class Order:
     def reduce(
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
     ) -> tuple[Reduced, Tree, Arrays]:
-        """Reduced gradients of each group, ``inner`` (the gradients of units inside), and gradients of the
-        ``inputs``."""
+        """Reduced gradients of each group, ``inner`` (gradients of units inside), and gradients of the ``inputs``."""
         last = self._last_issued(True)
         beside = self.prefetch and not self.chained
         if beside:
@@ -283,8 +278,7 @@ class Order:
             elif beside:
                 reduced.append(self._reduce_beside(group, done, values))
             else:
-                # No collective may run during another (see hold): reductions of inner units, this reduction, the next
-                # gather.
+                # No collective may run during another (see hold): inner units' reductions, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
                 if self._needs_gates and reduced:
                     # Gradients of vectors may not depend on the units inside.
@@ -299,8 +293,7 @@ class Order:
         else:
             # The fence is needed even without a reduction: otherwise XLA delays gradients of weights, and keeps
             # activations for them (4 x 8 rows of the decoder under "optim" with recomputation: 94 MB without the fence,
-            # 59 MB with it). The fence includes the gate, so that the next gather, which waits for the gate, follows
-            # this reduction.
+            # 59 MB with it). The fence includes the gate, so that the next gather, which waits for it, comes later.
             reduced, inputs, last.gate = fence((reduced, inputs, last.gate))
         return reduced, inner, inputs
 

@@ -23,8 +23,7 @@ Under ``jax.vmap``, for example of a model for one row, a unit is vectorized ins
     jax.vmap(model)(rows)      for each unit   gather, vmap(apply) over all rows, reduce the sum of their gradients
 
 JAX itself would also vectorize the gather and the backward, so that a gradient of every row is kept and reduced. The
-axis keeps its name inside the unit, and a result that is the same for all rows, such as a mean over the axis, is not
-batched.
+axis keeps its name inside the unit, and a result that is the same for all rows, such as a mean over it, is not batched.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class UnitCall:
         return replace(self, apply=apply)._call_once
 
     def _call_once(self, *arrays: Any) -> Any:
-        # Profiles and XLA's text show the unit by this name, and errors about loops around a gather use it
-        # (modules/device_values.py).
+        # Profiles, XLA's text, and errors about loops around a gather (modules/device_values.py) use this name.
         in_scope = jax.named_scope(self.name)
         call = jax.custom_vjp(in_scope(self._primal))
         call.defvjp(in_scope(self._forward), in_scope(self._backward))

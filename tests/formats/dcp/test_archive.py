@@ -196,9 +196,9 @@ def test_big_endian_data_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        (b"K\x00K\x04K\x06\x86", b"K\x01K\x04K\x06\x86", "reaches outside"),  # storage offset 1
-        (b"K\x06K\x01\x86", b"K\x07K\x01\x86", "reaches outside"),  # row stride 7
-        (b"K\x06K\x01\x86", b"K\x06\x85", "reaches outside"),  # one stride for two axes
+        (b"K\x00K\x04K\x06\x86", b"K\x01K\x04K\x06\x86", "extends beyond"),  # storage offset 1
+        (b"K\x06K\x01\x86", b"K\x07K\x01\x86", "extends beyond"),  # row stride 7
+        (b"K\x06K\x01\x86", b"K\x06\x85", "extends beyond"),  # one stride for two axes
         (b"K\x06K\x01\x86", b"K\x06K\x01\x85", "got something else"),
         (b"K\x06K\x01\x86", b"J\xff\xff\xff\xffK\x01\x86", "sizes and strides"),
         (b"K\x18t", b"K\x19t", "record of 100 bytes"),  # 25 elements in the storage
@@ -251,7 +251,7 @@ def test_strides_that_are_never_taken_do_not_matter(tmp_path: Path) -> None:
 
 def test_an_expanded_tensor_too_large_for_an_address_is_refused(tmp_path: Path) -> None:
     data = stock_archive(torch.zeros(1).expand(1 << 30, 1 << 31))
-    with pytest.raises(CheckpointError, match="reaches outside"):
+    with pytest.raises(CheckpointError, match="extends beyond"):
         find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
@@ -277,7 +277,7 @@ def test_an_archive_may_not_reach_outside_its_own_bytes(tmp_path: Path) -> None:
         broken[entry + field : entry + field + 4] = struct.pack("<L", value)
         if field == 20:
             broken[entry + 24 : entry + 28] = struct.pack("<L", value)
-        with pytest.raises(CheckpointError, match="lies outside"):
+        with pytest.raises(CheckpointError, match="is outside the file"):
             find_tensor(viewed(tmp_path / "f", bytes(broken) + b"beyond" * 1000), 0, len(broken), "w")
 
 

@@ -201,7 +201,7 @@ def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: 
         assert ("model.0.weight", 0) in reader._metadata.copies or strategy == "fsdp2"
     (tmp_path / "c" / "__2.metadata").rename(tmp_path / "kept")
     with pytest.raises(
-        CheckpointError, match=r"the metadata of every rank, found 3 files .* without __2\.metadata"
+        CheckpointError, match=r"the metadata of every rank, found 3 files .* but no __2\.metadata"
     ):
         open_checkpoint(tmp_path / "c")
     (tmp_path / "kept").rename(tmp_path / "c" / "__2.metadata")
@@ -222,7 +222,7 @@ def test_values_that_differ_between_ranks_are_not_taken_from_one_of_them(
         ):
             reader.read("rng")
         with pytest.raises(
-            CheckpointError, match=r"__1_0.distcp: object 'seen': .* got another value than in __0_0.distcp"
+            CheckpointError, match=r"__1_0.distcp: object 'seen': .* got a different value from __0_0.distcp"
         ):
             reader.objects["seen"]
 
@@ -302,7 +302,7 @@ def test_a_chunk_that_the_safetensors_serialization_overwrote_is_noticed(tmp_pat
         assert reader.read("v").tolist() == [0, 1]
         assert reader.read("w", Box((0, 0), (4, 3))).sum() == 66
         with pytest.raises(
-            CheckpointError, match=r"chunk at \(4, 0\): .* got the one at \(0, 0\): .* are lost"
+            CheckpointError, match=r"chunk at \(4, 0\): .* got the chunk at \(0, 0\): .* are lost"
         ):
             reader.read("w")
 

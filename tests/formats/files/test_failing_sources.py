@@ -231,7 +231,7 @@ def test_a_file_that_was_replaced_while_it_was_closed_is_not_read_on(
     (tmp_path / "c").write_bytes(bytes(120))
     os.replace(tmp_path / "c", tmp_path / "a")
     with pytest.raises(
-        CheckpointError, match=r"a was changed while it was read: it had 100 bytes, and has 120"
+        CheckpointError, match=r"a was changed while it was read: it had 100 bytes, and now has 120"
     ):
         files.read("a", 0, 10)
 

@@ -69,7 +69,7 @@ def test_content_that_was_not_fetched_is_named(tmp_path: Path) -> None:
     linked(tmp_path / "linked", annex)
     data = next((tmp_path / "linked").glob("*.distcp"))
     data.resolve().unlink()
-    with pytest.raises(CheckpointError, match="a link to what is not here: fetch it"):
+    with pytest.raises(CheckpointError, match="a link to a file that is missing: fetch it"):
         open_checkpoint(tmp_path / "linked")
 
 

@@ -94,12 +94,12 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
         "bytes": (np.array([b"abc"]), "bytes"),
         "float8": (
             np.zeros(3, ml_dtypes.float8_e4m3fn),
-            "elements of one byte whose type NumPy does not say",
+            "one-byte elements whose type NumPy does not record",
         ),
         "record": (np.zeros(2, [("a", "f4"), ("b", "i4")]), "a record of several fields"),
         "dates": (np.zeros(2, "M8[s]"), "dates"),
-        "void": (np.zeros(2, "V2"), "of a dtype unknown here"),
-        "long_double": (np.zeros(2, np.longdouble), "of a dtype unknown here"),
+        "void": (np.zeros(2, "V2"), "of an unknown dtype"),
+        "long_double": (np.zeros(2, np.longdouble), "of an unknown dtype"),
     }
     np.savez(
         tmp_path / "a.npz",
@@ -190,7 +190,7 @@ def test_a_malformed_array_is_refused(tmp_path: Path, member: bytes, message: st
 def test_a_type_that_numpy_does_not_know_is_named(tmp_path: Path, descr: str) -> None:
     archive(tmp_path / "a.npz", {"w.npy": npy("(2,)", bytes(8), descr)})
     with open_checkpoint(tmp_path / "a.npz") as reader:
-        assert dict(unreadable(reader)) == {"w": f"of a dtype unknown here ({descr})"}
+        assert dict(unreadable(reader)) == {"w": f"of an unknown dtype ({descr})"}
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
@@ -224,7 +224,7 @@ def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) 
     (tmp_path / "c.npz").write_bytes(changed)
     with (
         open_checkpoint(tmp_path / "c.npz") as reader,
-        pytest.raises(CheckpointError, match="once inflated, got"),
+        pytest.raises(CheckpointError, match="after inflating, got"),
     ):
         reader.read("w", Box((0,), (1,)))
 

@@ -235,7 +235,7 @@ def test_a_small_tree_with_any_number_of_keys_is_refused(tmp_path: Path, spellin
     tree = {"tree_metadata": {"('w',)": leaf}, "use_ocdbt": True, "use_zarr3": True}
     (item / "_METADATA").write_text(json.dumps(tree))
     (item / "commit_success.txt").touch()
-    with pytest.raises(CheckpointError, match="expected a B-tree, found two ways to its node"):
+    with pytest.raises(CheckpointError, match="expected a B-tree, found two paths to its node"):
         OrbaxReader(item)
 
 

@@ -760,10 +760,10 @@ def test_other_items_of_a_step_are_not_passed_over_in_silence(tmp_path: Path) ->
             state=ocp.args.StandardSave({"w": np.ones(2)}), data=ocp.args.JsonSave({"position": 70})
         )
         manager.save(7, args=args)
-    with pytest.warns(UserWarning, match=r"7 also holds data, which is not read") as caught:
+    with pytest.warns(UserWarning, match=r"7 also contains data, which is not read") as caught:
         open_checkpoint(tmp_path / "c").close()
     assert [warning.filename for warning in caught] == [__file__]
-    with pytest.warns(UserWarning, match=r"7 also holds data, which is not read"):
+    with pytest.warns(UserWarning, match=r"7 also contains data, which is not read"):
         OrbaxReader(tmp_path / "c" / "7").close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

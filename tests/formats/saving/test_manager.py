@@ -58,7 +58,7 @@ def test_a_step_whose_metrics_are_damaged_stays_since_it_may_be_the_best(tmp_pat
     save(manager, 0, {"loss": 0.1})
     (tmp_path / "0" / METRICS_FILE).write_text('{"loss": ')
     for step in (1, 2):
-        with pytest.warns(UserWarning, match=r"metrics\.json: .* the step stays, since it may be the best"):
+        with pytest.warns(UserWarning, match=r"metrics\.json: .* the step is kept, since it may be the best"):
             save(manager, step, {"loss": 0.4 + step / 10})
     assert manager.all_steps() == [0, 1, 2]
     with pytest.raises(CheckpointError, match=r"0/twinshard_metrics\.json: expected the metrics of a step"):
@@ -106,7 +106,7 @@ def test_unfinished_steps_and_those_removed_by_hand_are_none(tmp_path: Path) -> 
 
 
 def test_a_directory_without_a_complete_step_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none: expected a complete step, got none: ask latest_step"):
+    with pytest.raises(CheckpointError, match=r"none: expected a complete step, got none: call latest_step"):
         StepManager(tmp_path / "none").require_step()
 
 

@@ -249,7 +249,7 @@ def test_another_conversion_is_not_resumed_and_one_that_lives_not_disturbed(
     local, other = source(tmp_path / "local", "dcp", large=12), source(tmp_path / "other", "dcp", large=2)
     url = bucket.url("out")
     assert run(bucket, str(local), url, "dcp", "resume", kill=16) == -9
-    with pytest.raises(CheckpointError, match="is unfinished, but it is of another conversion"):
+    with pytest.raises(CheckpointError, match="is unfinished, but belongs to another conversion"):
         convert(other, url, to="dcp", resume=True)
     claim = f"{bucket.name}/out/{CLAIM}"
     content = json.loads(bucket.direct.cat_file(claim))

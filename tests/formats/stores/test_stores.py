@@ -338,7 +338,7 @@ def test_protocols_in_capitals_are_known(tmp_path: Path) -> None:
 def test_missing_credentials_are_told_with_what_to_do() -> None:
     with (
         pytest.raises(
-            OSError, match=r"^cannot list x: RuntimeError: Unable to locate credentials; log in by"
+            OSError, match=r"^cannot list x: RuntimeError: Unable to locate credentials; log in with"
         ),
         store_errors("cannot list x"),
     ):
@@ -429,8 +429,8 @@ def test_a_protocol_alone_is_refused_in_our_words(
         failed = CliRunner().invoke(app, arguments)
         assert failed.exit_code == 2
         assert failed.output == (
-            f"error: {url.partition('://')[0]}:// is a protocol alone: expected the URL of a checkpoint, such as "
-            f"{example}, got no name: is a variable of your script not set?\n"
+            f"error: {url.partition('://')[0]}:// is only a protocol: expected the URL of a checkpoint, such as "
+            f"{example}, got no name: is a variable in your script unset?\n"
         )
 
 
@@ -454,7 +454,9 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
     store.pipe_file("/bucket/out/file", b"precious")
     with pytest.raises(FileExistsError, match=r"expected nothing at counted://bucket/out, found something"):
         convert(local, "counted://bucket/out")
-    with pytest.raises(CheckpointError, match="is in an object store, where nothing can be replaced at once"):
+    with pytest.raises(
+        CheckpointError, match="is in an object store, which cannot replace a checkpoint atomically"
+    ):
         convert(local, "counted://bucket/out", replace=True)
     put(store, local, "counted://bucket/source")
     with pytest.raises(CheckpointError, match=r"is inside the source .*: expected a destination outside"):
@@ -465,7 +467,7 @@ def test_places_that_are_taken_are_refused_before_anything_is_read(tmp_path: Pat
 def test_urls_of_local_files_are_known_to_be_the_source(tmp_path: Path) -> None:
     source = local_source(tmp_path, "safetensors")
     before = sorted(path.name for path in source.iterdir())
-    outside = "(is inside|holds) the source .*: expected a destination (outside|that does not)"
+    outside = "(is inside|contains) the source .*: expected a destination (outside|that does not)"
     for src, dst in (
         (f"file://{source}", str(source)),
         (f"file://{source}", str(source / "below")),

@@ -203,7 +203,7 @@ def test_classes_and_calls_are_named_and_hide_nothing_else(tmp_path: Path) -> No
     reasons = {name: text.partition("found ")[2] for name, text in listed.unreadable.items()}
     assert reasons.keys() == {"args", "bad", "deep.worse.1", "set", "sparse"}
     assert reasons["args"].startswith("an object of class argparse.Namespace")
-    assert reasons["bad"].startswith("a call of posix.system, which is not made here")
+    assert reasons["bad"].startswith("a call of posix.system, which Twinshard does not execute")
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")])
     assert result.exit_code == 2
     assert "--drop" in result.stderr
@@ -283,7 +283,7 @@ def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path, geometry: 
 def test_a_small_storage_that_claims_to_be_large_by_repeating_it_is_named(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(1 << 40), "v": torch.ones(1)}, tmp_path / "a.pt")
     assert inspect(tmp_path / "a.pt").tensors[0].nbytes == 4 << 40
-    with pytest.raises(CheckpointError, match=r"'w' \(4398046511104 bytes made of 4 by repeating them\)"):
+    with pytest.raises(CheckpointError, match=r"'w' \(4398046511104 bytes that repeat 4 stored bytes\)"):
         convert(tmp_path / "a.pt", tmp_path / "b")
     convert(tmp_path / "a.pt", tmp_path / "b", selection=Selection(drop=("w",)))
 
@@ -296,7 +296,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "TorchScript": (
         lambda p: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), p),
-        "a program of TorchScript",
+        "a TorchScript program",
     ),
     "a module": (
         lambda p: torch.save(torch.nn.Linear(2, 2), p),
@@ -340,7 +340,7 @@ def test_compressed_repeated_and_missing_members_are_refused(saved: Path, tmp_pa
     with warnings.catch_warnings(), zipfile.ZipFile(tmp_path / "w.pt", "a") as archive:
         warnings.simplefilter("ignore")
         archive.writestr("a/data/1", b"1234")
-    with pytest.raises(CheckpointError, match="is there twice"):
+    with pytest.raises(CheckpointError, match="occurs twice"):
         open_checkpoint(tmp_path / "w.pt")
 
 

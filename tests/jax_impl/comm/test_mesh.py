@@ -41,7 +41,7 @@ def test_a_mesh_has_data_parallel_axes_and_then_model_axes(names):
 
 @pytest.mark.parametrize("name", [*REFUSED_AXES, "CP", "Stage"])
 def test_an_axis_of_a_parallelism_that_is_not_built_is_refused(name):
-    message = f"mesh: axis '{name}' is named for context or pipeline parallelism, which is not built"
+    message = f"mesh: axis '{name}' is named for context or pipeline parallelism, which is not supported"
     with pytest.raises(ValueError, match=message):
         data_parallel_mesh({"dp": 2, name: 2})
     with pytest.raises(ValueError, match=message):

@@ -54,7 +54,7 @@ def test_single_runs(tmp_path: Path) -> None:
     result = call(a, "--against", b)
     assert result.exit_code == 1
     assert "different from step 20" in result.stdout
-    assert "Noise was not estimated: one run a side." in result.stdout
+    assert "Noise was not estimated: one run on each side." in result.stdout
 
 
 def test_misuse_has_status_two_and_one_message(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def test_common_steps_alone_are_compared_and_the_rest_is_told(tmp_path: Path) ->
     report = single(tmp_path, BASE, BASE[:205], every=10)
     assert (report.steps, report.first_step, report.last_step, report.same) == (21, 0, 200, True)
     [note] = report.notes
-    assert note.endswith("a.jsonl: 279 of its 300 steps (the last one 299) left out, as other runs lack them")
+    assert note.endswith(
+        "a.jsonl: 279 of its 300 steps (the last one 299) left out, because other runs lack them"
+    )
 
 
 def test_a_value_that_is_not_finite_on_one_side_is_a_departure(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_equal_repeats_are_told(tmp_path: Path) -> None:
     a, b = experiment(tmp_path, "a", 2, 1), experiment(tmp_path, "b", 2, 2)
     [note] = compare_runs([*a, a[0]], b).notes
     assert "a0.jsonl and" in note
-    assert "equal to the bit" in note
+    assert "equal bit for bit" in note
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 7])

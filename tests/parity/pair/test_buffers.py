@@ -93,7 +93,7 @@ def test_an_unbiased_variance_against_a_biased_one_is_named():
     (row,) = [row for row in report.rows if row.counts]
     assert (row.stage, row.name) == ("buffers", "norm.running_var")
     assert "unbiased variance, 8 / 7 times" in row.cause
-    assert "no fault of the port" in report.summary()
+    assert "not a fault of the port" in report.summary()
     # The two ways out that the cause names.
     dropped = {**table(STATISTICS[0]), "drop": ["*tracked", "norm.running_var", "norm/var"]}
     report = compared(Torch(), Jax(), dropped, steps=2)

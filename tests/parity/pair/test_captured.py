@@ -135,12 +135,12 @@ CANNOT: dict[str, tuple[Callable[[Path], None], str]] = {
     "fewer rows": (lambda path: torch_trace(path, batch=BATCH[:3]), "expected traces of one batch"),
     "another dtype": (
         lambda path: torch_trace(path, dtype="bfloat16"),
-        "expected traces of one compute dtype",
+        "expected traces with the same compute dtype",
     ),
-    "fewer steps": (lambda path: torch_trace(path, steps=1), "as many steps"),
+    "fewer steps": (lambda path: torch_trace(path, steps=1), "the same compute dtype and number of steps"),
     "two of JAX": (
         lambda path: capture_jax(JaxMLP(), BATCH, path, steps=2),
-        "expected a trace of a torch model and one of a JAX model, got two of jax: compare checkpoints by",
+        "expected a trace of a torch model and one of a JAX model, got two of jax: compare checkpoints with",
     ),
 }
 
@@ -246,7 +246,7 @@ def test_the_command_compares_traces(tmp_path: Path, traces: Path) -> None:
     assert done.exit_code == 0, done.output
     done = run(traces / "eps", traces / "torch", "--mapping", traces / "small.toml")
     assert done.exit_code == 1
-    assert "The models first part in norm" in done.stdout
+    assert "The models first diverge in norm" in done.stdout
     done = run(*both)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "expected --mapping" in done.stderr

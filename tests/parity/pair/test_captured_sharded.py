@@ -192,12 +192,12 @@ def test_a_sharded_model_in_bfloat16(
 
 CANNOT = {
     "rows": "batch of rank 1: expected as many rows as rank 0 has, 3, got 2",
-    "replicas": r"expected each to be given to as many ranks as the others, got \[2, 1\] ranks",
+    "replicas": r"expected each batch on the same number of ranks, got \[2, 1\] ranks",
     "path": "expected no file or directory, found one",
     "plain reference": "reference: expected up.weight .* sharded as in the model, got .* not sharded",
     "float32 reference": "reference: expected float64, got up.weight in float32",
     "gradients": "model: up.weight has a gradient: call zero_grad",
-    "loss": "expected a loss out of",
+    "loss": "expected a loss among",
     "dtype": "dtype: expected one of",
     "samples": "samples: expected between 1 and 5 positions of an axis of 6",
     "unused samples": "samples: expected the size of an axis that a module's array has, got 5",
@@ -216,7 +216,7 @@ def test_all_ranks_refuse_together(tmp_path: Path, ranks: RankGroup, what: str) 
 
 
 def test_ranks_that_call_other_modules(tmp_path: Path, ranks: RankGroup) -> None:
-    words = "expected the calls of rank 0, got another one in place 1: 'up' on rank 0, 'norm' on rank 1"
+    words = "expected the calls of rank 0, got another call at index 1: 'up' on rank 0, 'norm' on rank 1"
     with pytest.raises(RankError, match=words) as error:
         ranks.run(2, failing, "other calls", str(tmp_path / "mine"), timeout=60)
     assert "rank 0 of 2" in str(error.value)

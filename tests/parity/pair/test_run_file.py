@@ -95,7 +95,7 @@ def test_two_models_that_are_the_same(folder: Path, table: bool) -> None:
 def test_a_fault_is_status_1_and_named(folder: Path) -> None:
     done = parity(folder, with_table(RUN, "jax", "arguments = {eps = 1e-3}"))
     assert done.exit_code == 1, done.output
-    assert "The models first part in norm (LayerNorm), in forward" in done.stdout
+    assert "The models first diverge in norm (LayerNorm), in forward" in done.stdout
     assert "epsilon 1e-05" in done.stdout
     assert "epsilon 0.001" in done.stdout
     report = document(folder)
@@ -204,7 +204,7 @@ def test_modules_without_parameters_are_paired_by_the_caller(folder: Path) -> No
     text = with_table(RUN, "jax", "arguments = {exact = false}") + '\n[[pair]]\ntorch = "act"\njax = "act"\n'
     done = parity(folder, text)
     assert done.exit_code == 1
-    assert "The models first part in act (Act), in forward" in done.stdout
+    assert "The models first diverge in act (Act), in forward" in done.stdout
 
 
 def replaced(old: str, new: str) -> str:

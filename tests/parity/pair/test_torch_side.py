@@ -804,11 +804,11 @@ def test_errors_say_what_was_given() -> None:
     with pytest.raises(ValueError, match=r"up.weight: a parameter on the meta device"):
         TorchSide(mlp().to("meta"))
     with pytest.raises(
-        ValueError, match="expected a loss out of probe, next_token or a function, got 'other'"
+        ValueError, match="expected a loss among probe, next_token or a function, got 'other'"
     ):
         TorchSide(mlp(), "other")
     side = TorchSide(mlp())
-    with pytest.raises(ValueError, match=r"expected a dtype out of float32, .*, got 'int8'"):
+    with pytest.raises(ValueError, match=r"expected a dtype among float32, .*, got 'int8'"):
         side.record(X, "int8")
     with pytest.raises(
         ValueError, match=r"refused the batch \(x float32 \[3, 4\], n int64 \[2\]\): TypeError"
@@ -840,7 +840,7 @@ def test_sharded_models_give_whole_weights_and_are_refused_otherwise() -> None:
     side = TorchSide(model)
     np.testing.assert_array_equal(side.weights()["up.bias"], np.arange(8.0))
     for call in (lambda: side.record(X), lambda: side.train([X]), lambda: side.load(side.weights())):
-        with pytest.raises(ValueError, match=r"up.bias is sharded .* or build it without sharding"):
+        with pytest.raises(ValueError, match=r"up.bias is sharded .* or build the model unsharded"):
             call()
 
 

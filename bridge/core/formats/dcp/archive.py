@@ -1,14 +1,14 @@
 """The zip archive that holds one tensor chunk or one value inside a `.distcp` file.
 
-A `.distcp` file is a row of archives as `torch.save` writes them, records uncompressed, each found by the offset and
-length that `.metadata` gives. Positions inside an archive count from its own start:
+A `.distcp` file is a sequence of archives as `torch.save` writes them, with uncompressed records. `.metadata` gives the
+offset and length of each archive. Positions inside an archive count from the start of the archive:
 
     |<---------------------------- length ----------------------------->|
     | data.pkl | byteorder | version |  data/0   | directory | end      |
     |          |           |         |  (bytes)  |           | records  |
     offset                            64-aligned in the file when written here
 
-`data.pkl` says how the bytes are to be read: dtype, shape, strides, first element.
+`data.pkl` says how to read the bytes: dtype, shape, strides, first element.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Record(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """How a chunk's elements lie in its record: element x is at `first + sum(x * strides)`, all in elements."""
+    """Where a chunk's elements are in its record: element x is at `first + sum(x * strides)`, all in elements."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class StoredTensor(NamedTuple):
 
 
 class PlacedRecord(NamedTuple):
-    """A record, and where in the archive its own header and its entry in the directory are."""
+    """A record, and the places of its header and of its directory entry in the archive."""
 
     record: Record
     header: int
@@ -101,7 +101,7 @@ class PlacedRecord(NamedTuple):
 def find_records(file: FileView, offset: int, length: int, what: str) -> dict[str, Record]:
     """The records of the archive in bytes [offset, offset + length) of the file, by name without their folder.
 
-    CheckpointError, beginning with `what`, when this is no such archive or anything points outside it.
+    CheckpointError, beginning with `what`, if this is not such an archive or anything points outside it.
     """
     return {name: placed.record for name, placed in records_and_places(file, offset, length, what)[0].items()}
 
@@ -109,25 +109,25 @@ def find_records(file: FileView, offset: int, length: int, what: str) -> dict[st
 def records_and_places(
     file: FileView, offset: int, length: int, what: str
 ) -> tuple[dict[str, PlacedRecord], tuple[int, int, int]]:
-    """The same with their places, and where the directory begins and ends, and the end records begin."""
+    """The records with their places, the start and end of the directory, and the start of the end records."""
 
     def need(holds: bool, why: str) -> None:
         if not holds:
             raise CheckpointError(f"{what}: expected an archive of torch.save, but {why}")
 
     def at(position: int, layout: struct.Struct, magic: bytes, record_type: str) -> tuple[int, ...]:
-        need(0 <= position <= length - layout.size, f"its {record_type} lies outside")
+        need(0 <= position <= length - layout.size, f"its {record_type} is outside the file")
         fields = file.unpack(layout, offset + position)
         need(fields[0] == magic, f"its {record_type} is damaged")
         return fields
 
-    need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is shorter")
+    need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is too short")
     end = at(length - END.size, END, b"PK\5\6", "end record")
     need(end[-1] == 0, "it has a comment")
     locator = at(length - END.size - END64_LOCATOR.size, END64_LOCATOR, b"PK\6\7", "zip64 locator")
     *_, entries, directory_size, directory = at(locator[2], END64, b"PK\6\6", "zip64 end record")
     need(entries <= _MAX_ENTRIES, f"it has {entries} records")
-    need(directory + directory_size <= length, "its directory lies outside")
+    need(directory + directory_size <= length, "its directory is outside the file")
 
     position = directory
     records: dict[str, PlacedRecord] = {}
@@ -146,7 +146,7 @@ def records_and_places(
         need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")
         header = at(local, LOCAL, b"PK\3\4", "record header")
         data = local + LOCAL.size + header[-2] + header[-1]
-        need(data + size <= length, "a record lies outside")
+        need(data + size <= length, "a record is outside the file")
         need(
             file[offset + local + 30 : offset + local + 30 + header[-2]] == raw_name,
             "its directory is damaged",
@@ -158,8 +158,8 @@ def records_and_places(
 
 
 def checked_crc(crc: int, size: int) -> int | None:
-    """A record's checksum, None where its writer computed none."""
-    # torch.save can be told to skip checksums and then leaves 0.
+    """A record's checksum, None if its writer computed none."""
+    # torch.save can be told to skip checksums, and then writes 0.
     return crc if crc or not size else None
 
 
@@ -182,7 +182,7 @@ def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int,
 
 
 def around(offset: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of a file in which an archive describes its tensor: of a large archive, all but the middle."""
+    """Ranges of a file in which an archive describes its tensor: in a large archive, all but the middle."""
     stop = offset + length
     if length <= 2 * _AROUND:
         return ((offset, stop),)
@@ -228,7 +228,7 @@ def read_value(file: FileView, offset: int, length: int, what: str) -> object:
 
 
 def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
-    """Where and how an archive holds its one tensor. The data itself is not looked at.
+    """Where and how an archive stores its one tensor. The data itself is not read.
 
     CheckpointError, beginning with `what`, for anything but one strided tensor of a known dtype inside its record.
     """
@@ -251,7 +251,7 @@ def tensor_in(file: FileView, records: Mapping[str, Record], what: str) -> Store
 def describe_tensor(
     description: object, records: Mapping[str, Record], what: str
 ) -> tuple[StoredTensor, str | None]:
-    """The tensor that a pickle describes, in one of these records, and why its elements cannot be read, if so.
+    """The tensor that a pickle describes, in one of these records, and the reason if its elements cannot be read.
 
     CheckpointError, beginning with `what`, for anything but one strided tensor of a dtype of PyTorch's inside its
     record.
@@ -293,9 +293,9 @@ def describe_tensor(
     fits = numel == 0 or ((last + 1) * dtype.itemsize <= record.size and numel * dtype.itemsize < 1 << 63)
     if len(shape) != len(strides) or not fits:
         raise CheckpointError(
-            f"{what}: expected a tensor inside its {record.size} bytes, got one that reaches outside"
+            f"{what}: expected a tensor within its {record.size} stored bytes, got one that extends beyond them"
         )
-    # Strides that are never taken may be anything, also too large for NumPy.
+    # Strides that are never used may have any value, even one too large for NumPy.
     strides = tuple(s if n > 1 and numel else 0 for n, s in zip(shape, strides, strict=True))
     first = first if numel else 0
     return StoredTensor(dtype, shape, strides, first, record), reason

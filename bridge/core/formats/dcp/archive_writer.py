@@ -1,11 +1,11 @@
-"""Makes the zip archives of a `.distcp` file: everything around the data, whose place is known before the data is.
+"""Makes the zip archives of a `.distcp` file: everything around the data. The data's place is known before the data.
 
     |  before                            |  data/0   |  after                      |
     |  data.pkl, byteorder, version, ... |  (bytes)  |  directory, end records     |
     offset                               64-aligned in the file
 
-Lengths depend on dtype, sizes and offset only, so that all archives of a checkpoint can be laid out first and their
-data written in any order; the checksum goes into `before` and `after`.
+Lengths depend only on dtype, sizes and offset. So all archives of a checkpoint can be laid out first, and their data
+written in any order. The checksum goes into `before` and `after`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PADDING_FIELD = 0x4246  # "FB", what torch.save uses for its padding
 
 
 def value_archive(value: object, offset: int, what: str) -> bytes:
-    """An archive with a plain value, one that torch.load(weights_only=True) reads, for this offset of its file."""
+    """An archive with a plain value, readable by torch.load(weights_only=True), for this offset of its file."""
     pickled = write_pickle(plain_value(value, what, binary=True), 2)
     if len(pickled) > PLAIN_VALUES.max_bytes:
         raise CheckpointError(f"{what}: expected at most {PLAIN_VALUES.max_bytes} bytes, got {len(pickled)}")
@@ -81,15 +81,15 @@ def data_start(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _template(name: str, sizes: tuple[int, ...], padding_phase: int) -> tuple[bytes, int, bytes, int]:
-    """What is around the data, but for its checksum, and where in each half the checksum belongs.
+    """The bytes around the data, without its checksum, and the checksum's position in each half.
 
-    Chunks of one shape differ by nothing else, and a model has thousands of them.
+    Chunks of one shape differ in nothing else, and a model has thousands of them.
     """
     dtype = dtype_from_name(name)
     head = {"data.pkl": _description(name, sizes)}
     nbytes = math.prod(sizes) * dtype.itemsize
     (before, after), others = (_around(head, nbytes, crc, padding_phase) for crc in (0, MAX32))
-    # Where the two differ, four bytes each.
+    # The positions where the two differ, four bytes each.
     in_before, in_after = (
         next(i for i, (a, b) in enumerate(zip(part, other, strict=True)) if a != b)
         for part, other in zip((before, after), others, strict=True)
@@ -111,7 +111,7 @@ def _description(name: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def _around(head: Mapping[str, bytes], nbytes: int | None, crc: int, offset: int) -> tuple[bytes, bytes]:
-    """Data comes last, so that all record headers lie below 4 GiB and only sizes need 64 bits."""
+    """Data comes last, so that all record headers are below 4 GiB and only sizes need 64 bits."""
     before = b""
     directory = []
     contents: dict[str, bytes | None] = {**head, "byteorder": b"little", "version": b"3\n"}

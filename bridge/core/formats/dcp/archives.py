@@ -1,11 +1,11 @@
-"""Where the chunks of a DCP checkpoint are: apart from each other, in archives of which those alike are parsed once.
+"""Where the chunks of a DCP checkpoint are. Chunks do not overlap, and archives that are alike are parsed once.
 
-Two archives of chunks of one shape differ in the elements, in their checksum, and in records that nobody looks at:
+Two archives with chunks of one shape differ in the elements, in their checksum, and in records that are never read:
 
     |  data.pkl, byteorder, ...  | crc |  data/0   | crc |  directory ... | crc |  end records |
     |          the same          |     |           |     |     the same   |     |   the same   |
 
-PyTorch writes 0 as the first checksum, and the second one behind the elements. Archives written here lack the second.
+PyTorch writes 0 as the first checksum, and the second one after the elements. Archives written here lack the second.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _SAFETENSORS: Final = b"{"
 _PADDED_TO: Final = 64
 _MAX_FORMS: Final = 4096
 _MAX_ALIKE: Final = 8
-"""Forms of archives of one length, as those of a matrix and of its transpose are."""
+"""Different forms of archives with the same length, such as the archives of a matrix and of its transpose."""
 
 _MAX_FIXED: Final = 16 << 10
 _LOOKED_AT: Final = ("data.pkl", "byteorder")
 
 
 class Archives:
-    """Finds the tensors of archives; those that are alike, as chunks of one shape are, are parsed once."""
+    """Finds the tensors of archives. Archives that are alike, such as chunks of one shape, are parsed once."""
 
     def __init__(self) -> None:
-        # By length, and by where the padding depends on the place, as in archives written here.
+        # By length, and by alignment if the padding depends on the place, as in archives written here.
         self._forms: dict[tuple[int, int], tuple[_Form, ...]] = {}
 
     def known(self, file: FileView, offset: int, length: int) -> StoredTensor | None:
-        """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
+        """The tensor of an archive that is like an earlier one; None if it may differ, or is not an archive."""
         for form in self._forms.get((length, offset % _PADDED_TO), ()):
             if (tensor := form.tensor_at(file, offset)) is not None:
                 return None if form.begins_as_safetensors else tensor
@@ -79,15 +79,15 @@ class Archives:
         keep = length - tensor.record.size <= _MAX_FIXED and (forms or len(self._forms) < _MAX_FORMS)
         if keep and _apart(records, offset, length, end):
             form = _Form.of(file, offset, length, records, tensor, end[0])
-            # A new tuple: other threads go through the old one.
+            # A new tuple: other threads may be iterating over the old one.
             self._forms[key] = (*forms, form)[-_MAX_ALIKE:]
         return tensor
 
 
 def _apart(records: Mapping[str, PlacedRecord], offset: int, length: int, end: tuple[int, int, int]) -> bool:
-    """Whether records, directory and end records follow each other, as all writers but hostile ones have it.
+    """Whether records, directory and end records follow each other, as all but hostile writers arrange them.
 
-    Else the content of a record, which may vary, could be what says how the archive is parsed.
+    Otherwise the content of a record, which may vary, could decide how the archive is parsed.
     """
     directory, after_directory, last = end
     spans = sorted(
@@ -113,7 +113,7 @@ class _Fixed(NamedTuple):
 
     @classmethod
     def of(cls, part: bytes, skipped: Sequence[tuple[int, int]]) -> _Fixed:
-        """Of all bytes of ``part`` but some ranges, which may overlap."""
+        """For all bytes of ``part`` except some ranges, which may overlap."""
         layout, position = "", 0
         for low, high in sorted(skipped):
             layout += f"{max(0, low - position)}s{max(0, high - max(low, position))}x"
@@ -128,11 +128,11 @@ class _Fixed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """All of an archive that decides how it is parsed: bytes by their place in it, and what was found.
+    """All parts of an archive that decide how it is parsed: bytes by their place in it, and the tensor that was found.
 
-    Elements, checksums and records that nobody looks at vary between archives that are alike, and are left out.
-    begins_as_safetensors: whether its first bytes could also be those of a safetensors file, in a file long enough.
-    head, tail: what is before and after the elements. crc: where their checksum is in the tail.
+    Elements, checksums and records that are never read vary between archives that are alike, and are left out.
+    begins_as_safetensors: whether its first bytes could also begin a safetensors file, if the file is long enough.
+    head, tail: the bytes before and after the elements. crc: where their checksum is in the tail.
     tensor: the result for the archive at offset 0.
     """
 
@@ -168,7 +168,7 @@ class _Form:
                 (low, high),
                 (entry + _ENTRY_CRC, entry + _ENTRY_CRC + 4),
             ]
-            # PyTorch's checksums are behind the records, and 0 in the headers.
+            # PyTorch's checksums follow the records, and are 0 in the headers.
             described = file[offset + high : offset + high + 4] == _DESCRIPTOR
             if described and min(begin for begin in begins if begin >= high) >= high + _DESCRIPTOR_CRC + 4:
                 varies.append((high + _DESCRIPTOR_CRC, high + _DESCRIPTOR_CRC + 4))
@@ -198,7 +198,7 @@ class _Form:
 
 
 class StoredChunk(NamedTuple):
-    """A chunk in a file: how its elements lie, the byte they begin at, and their checksum if there is one."""
+    """A chunk in a file: its layout, the byte at which its elements begin, and their checksum if there is one."""
 
     layout: StoredArray | StoredTensor
     start: int
@@ -209,19 +209,19 @@ class StoredChunk(NamedTuple):
         return cls(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
 
     def array(self, file: str, what: str) -> FileArray:
-        """All of its elements. what: whose they are, for errors."""
+        """All of its elements. what: the owner, for errors."""
         dtype, shape = self.layout.dtype, self.layout.shape
         steps = tuple([step * dtype.itemsize for step in self.layout.strides])
         return FileArray(file, self.start, shape, steps, dtype, what)
 
     def fill(self) -> tuple[int, int]:
-        """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
+        """How a chunk fills its record: only records that are filled alike can be compared by checksum."""
         assert self.record is not None
         return self.start - self.record.start, self.record.size
 
 
 _Place: TypeAlias = tuple[str, int, int, int, str]
-"""An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""
+"""An extent (file, offset, length), the number of element bytes that it should contain, and their owner."""
 
 _NOWHERE: Final[_Place] = ("", 0, 0, 0, "")
 
@@ -231,7 +231,7 @@ def data_files_of(
 ) -> tuple[str, ...]:
     """The names of the files with chunks and objects. is_safetensors: whether a place is in a file of that format.
 
-    CheckpointError unless all of these lie inside of regular files, as long as they should be, apart from each other.
+    CheckpointError unless all chunks and objects are inside regular files of sufficient length and do not overlap.
     """
     places: list[_Place] = []
     for name, info in metadata.tensors.items():
@@ -247,7 +247,7 @@ def data_files_of(
     for file, offset, length, nbytes, name in places:
         size = sizes.get(file)
         if size is None:
-            # Where damage is noted, reading the chunks says what a missing file lacks.
+            # If damage is being noted, reading the chunks reports what a missing file lacks.
             size = 1 << 62
             with one_part(file):
                 _, size = regular_file(directory, file, repr(name))
@@ -266,7 +266,7 @@ def data_files_of(
     last, end = _NOWHERE, 0
     for span in places:
         file, offset, length, _, name = span
-        # All tensors of one safetensors file have its place.
+        # All tensors in one safetensors file share its place.
         if offset < end and file == last[0] and not (offset == last[1] and is_safetensors(Extent(*last[:3]))):
             raise CheckpointError(
                 f"{directory / file}: {last[4]!r} and {name!r} are stored in the same place, at {offset}"

@@ -1,4 +1,4 @@
-"""A data file of a DCP checkpoint in the manifest: its size, and the checksum of what stands around the elements."""
+"""A data file of a DCP checkpoint in the manifest: its size, and the checksum of the bytes around the elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StoredChunk(NamedTuple):
 
 
 def data_file_entry(path: Path, chunks: Sequence[StoredChunk]) -> ManifestFile:
-    """The entry of a file with the archives of these chunks; reads what is no element. CheckpointError if damaged."""
+    """The entry of a file with archives of these chunks; reads all bytes but elements. CheckpointError if damaged."""
     size = path.stat().st_size
     ranges = []
     archives = Archives()

@@ -5,8 +5,8 @@ Metadata
   planner_data         name -> tree path, e.g. ("optimizer", "param_groups", 0, "lr")
   storage_data         MetadataIndex(name, offset of the chunk) -> _StorageInfo(file, offset, length)
 
-Saved with `use_collectives=False` there is one such file per rank, `__0.metadata` and so on, each with what that rank
-wrote. Together they describe one checkpoint, in which what was replicated is stored by every rank.
+With `use_collectives=False`, DCP saves one such file per rank, `__0.metadata` and so on, each describing what that rank
+wrote. Together the files describe one checkpoint, in which every rank stores the replicated tensors.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Extent(NamedTuple):
 class DcpMetadata:
     """The contents of a DCP checkpoint and their places. `extents[name][i]` holds `tensors[name].chunks[i]`.
 
-    unreadable: why a tensor can be listed only, see `pickle_records.py`. Further places of a chunk
-    or an object, where several ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
+    unreadable: why a tensor can only be listed, see `pickle_records.py`. If several ranks stored a chunk or an object,
+    its further places are in `copies[name, i]` and `object_copies[name]`.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -96,9 +96,9 @@ class _Part:
 
 
 class _Form(NamedTuple):
-    """What the entry of a tensor says, apart from its name; its chunks, without those that are empty.
+    """The content of a tensor's entry, apart from its name; its chunks, without empty ones.
 
-    `_Parts` has the same for all tensors whose entries share their content, checked once.
+    Tensors whose entries share their content share one such object in `_Parts`, checked once.
     """
 
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Claim(NamedTuple):
 
 
 def metadata_files(directory: Path) -> list[Path]:
-    """`.metadata`, or the metadata files of all ranks in their order; none if this is no finished DCP checkpoint."""
+    """`.metadata`, or the metadata files of all ranks in rank order; none if this is not a finished DCP checkpoint."""
     if (directory / METADATA_FILE).is_file():
         return [directory / METADATA_FILE]
     of_ranks = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
@@ -130,23 +130,23 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
 
 
 def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
-    """The same from the content of every rank's file by name: together they cover every tensor.
+    """Read the metadata files of all ranks, given as content by name: together they cover every tensor.
 
-    A chunk that several ranks stored is taken from the first of them. CheckpointError when ranks contradict each other
-    or one is missing.
+    A chunk that several ranks stored is taken from the first of these ranks. CheckpointError if ranks contradict each
+    other or one is missing.
     """
     expected = [f"__{rank}{METADATA_FILE}" for rank in range(len(files))]
     if list(files) != expected:
         missing = next(name for name in expected if name not in files)
         raise CheckpointError(
-            f"{what}: expected the metadata of every rank, found {len(files)} files up to {list(files)[-1]} without "
+            f"{what}: expected the metadata of every rank, found {len(files)} files up to {list(files)[-1]}, but no "
             f"{missing}"
         )
     return _join([_part(data, f"{what}/{name}") for name, data in files.items()], what)
 
 
 def require_metadata_of_all(directory: Path, ranks: int) -> None:
-    """CheckpointError when a rank above those of the metadata files has written a data file."""
+    """CheckpointError if a data file was written by a rank above the ranks of the metadata files."""
     written = [int(match[1]) for child in directory.iterdir() if (match := _DATA_FILE.fullmatch(child.name))]
     if max(written, default=0) >= ranks:
         raise CheckpointError(
@@ -164,12 +164,12 @@ def _part(data: bytes, what: str) -> _Part:
         )
     stored = _storage(fields.get("storage_data"), what)
     planner_data = fields.get("planner_data")
-    # Planners other than the default one put other things here, or nothing.
+    # Planners other than the default planner store other things here, or nothing.
     paths = planner_data if isinstance(planner_data, dict) else {}
 
     tensors: dict[str, _Claim] = {}
     objects: dict[str, tuple[TreePath, Extent]] = {}
-    # By the identity of an entry's content, which `entries` keeps: `read_pickle` shares it between tensors alike.
+    # By the identity of an entry's content, which `entries` keeps alive: `read_pickle` shares it between equal ones.
     forms: dict[int, _Form] = {}
     nowhere: Mapping[tuple[int, ...] | None, Extent] = {}
     for name, entry in entries.items():
@@ -201,7 +201,7 @@ def _part(data: bytes, what: str) -> _Part:
 
 
 def _alone(part: _Part) -> DcpMetadata:
-    """As `_join` of one part, which has no copies; tensors alike are checked once."""
+    """Like `_join` for one part, which has no copies; tensors that are alike are checked once."""
     tensors: dict[str, TensorInfo] = {}
     extents: dict[str, tuple[Extent, ...]] = {}
     closed: dict[str, str] = {}
@@ -262,7 +262,9 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
             else:
                 objects[name] = extent
     for name in first.keys() & objects.keys():
-        raise CheckpointError(f"{what}: {_short(name)} is a tensor on one rank and another value on another")
+        raise CheckpointError(
+            f"{what}: {_short(name)} is a tensor on one rank and another kind of value on another"
+        )
     tensors: dict[str, TensorInfo] = {}
     for name, (part, claim) in first.items():
         boxes = chunks.get(name, [])

@@ -57,7 +57,7 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
         entries[name] = Instance(BYTES, {})
         paths[name] = metadata.object_paths[name]
         storage[Filled(key_of, (name, None, None))] = Filled(stored_at, extent)
-    # No checkpoint_id: PyTorch writes the absolute path of the directory there, which means nothing elsewhere.
+    # No checkpoint_id: PyTorch writes the absolute path of the directory there, which is meaningless elsewhere.
     meta: dict[str, object] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     return write_pickle(
         Instance(

@@ -1,12 +1,12 @@
-"""A closed pickle interpreter: plain Python values and inert descriptions, nothing imported or called.
+"""A closed pickle interpreter: it yields plain Python values and inert descriptions, and imports and calls nothing.
 
 DCP writes pickles in three places: `.metadata`, the `data.pkl` that describes each stored tensor, and the `data.pkl`
-of each value that is not a tensor. Python's own unpickler runs whatever such a file names. This one knows about 40
-opcodes; classes and functions become Name, Call, Instance and Persistent records whose names must be on a list.
+of each value that is not a tensor. Python's own unpickler runs whatever such a file names. This interpreter knows about
+40 opcodes; classes and functions become Name, Call, Instance and Persistent records whose names must be on a list.
 
 A small file can describe a large tree by referring to one tuple many times, so that hashing, comparing or printing it
-never ends. Hence only str, small int, bool, None and Instance are dict keys, error messages print no values, and
-`plain_value` counts what is copied.
+never ends. Therefore only str, small int, bool, None and Instance may be dict keys, error messages print no values, and
+`plain_value` counts the copies it makes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _entry_pattern() -> re.Pattern[bytes]:
     state = rb"\}" + memo + rb"\("
     chunk = new + state + rb"(?:" + get + value + rb")*ub"
     chunks = rb"\]" + memo + rb"(?:\((?:" + chunk + rb")*e|" + chunk + rb"a)?"
-    # From torch 2.15 on, strides are among the properties: a tuple.
+    # From torch 2.15 on, the properties include strides: a tuple.
     properties = new + rb"\((?:" + call + rb"|" + argument + rb")*t" + memo + rb"b"
     field = get + rb"(?:" + chunks + rb"|" + properties + rb"|" + value + rb")"
     return re.compile(new + state + rb"(?:" + field + rb")*ub", re.DOTALL)
@@ -65,7 +65,7 @@ _ENTRY: Final = _entry_pattern()
 
 
 class _Entry(NamedTuple):
-    """All bytes of an entry, how many memo entries they make, and the instance."""
+    """All bytes of an entry, the number of memo entries that they create, and the instance."""
 
     content: bytes
     remembered: int
@@ -73,18 +73,18 @@ class _Entry(NamedTuple):
 
 
 class RepeatedEntries:
-    """The entries met so far in a pickle, by their bytes up to the next text: made again from the first one's value.
+    """Entries seen so far in a pickle, by their bytes up to the next text; repeated entries get the first one's value.
 
-    The entries of two tensors of one shape differ in their names only, as a rule, and are two thirds of what is to be
-    followed in `.metadata`. The bytes of such an entry stand for the same value wherever they occur, because
+    The entries of two tensors with one shape usually differ only in their names, and make up two thirds of the opcodes
+    in `.metadata`. The bytes of such an entry mean the same value wherever they occur, because
 
-    - `_ENTRY` matches only what makes one new instance from constants and from what was remembered before: nothing
-      lower on the stack is touched, nothing is named, and nothing made earlier is changed;
-    - what was remembered stays: from the first PUT on, which could replace it, `_run` does not ask here;
-    - what an entry remembers itself (PyTorch's pickles do so with all they make) is not looked up anywhere in the
-      file. Hence nobody can reach the parts of an instance that has its state, so that entries may share these.
+    - `_ENTRY` matches only code that makes one new instance from constants and earlier memo entries: such code touches
+      nothing lower on the stack, names nothing, and changes no earlier value;
+    - memo entries stay: from the first PUT on, which could replace an entry, `_run` does not use this class;
+    - memo entries that an entry itself creates (PyTorch's pickles memoize everything) are never looked up in the file.
+      So nothing can reach the parts of an instance that has its state, and entries may share these parts.
 
-    follow: the value of bytes [start, end) of the pickle, put into the memo with all that they remember.
+    follow: interprets bytes [start, end) of the pickle, memo entries included, and gives the value.
     """
 
     def __init__(self, data: bytes, memo: dict[int, object], follow: Callable[[int, int], object]) -> None:
@@ -94,7 +94,7 @@ class RepeatedEntries:
         self._known: dict[bytes, _Entry] = {}
 
     def find(self, position: int) -> tuple[object, int] | None:
-        """The value of the entry at this position, after its name, and its end; None if it is to be followed."""
+        """The value of the entry at this position, after its name, and its end; None if it must be interpreted."""
         data = self._data
         if data[position] not in _GETS:
             return None
@@ -132,7 +132,7 @@ class RepeatedEntries:
 
     @cached_property
     def _looked_up(self) -> bytes:
-        """For each memo entry, whether it is 1: looked up somewhere, or bytes of something else look like that."""
+        """For each memo entry, 1 if it is looked up somewhere, or if other bytes look like such a look-up."""
         looked_up = np.zeros(self._data.count(_MEMOIZE_OP) + 1, np.bool_)
         data = np.frombuffer(self._data, np.uint8)
         for start in range(0, len(data), _BLOCK):
@@ -154,7 +154,7 @@ _UNSIGNED2: Final = struct.Struct("<H").unpack_from
 _UNSIGNED4: Final = struct.Struct("<I").unpack_from
 _SIGNED4: Final = struct.Struct("<i").unpack_from
 _MADE_OTHERWISE: Final = {GETATTR, ORDERED_DICT, DEFAULT_DICT}
-"""Calls that may become something else than a Call."""
+"""Calls that may become something other than a Call."""
 
 
 def read_pickle(data: bytes, vocabulary: Vocabulary, what: str) -> object:
@@ -179,9 +179,9 @@ def _value(data: bytes, vocabulary: Vocabulary) -> object:
     if data[:2] not in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
         refuse("expected a pickle of protocol 2, 4 or 5")
     machine = Machine(data, vocabulary, {})
-    # One byte can make a record of a hundred. Of what DCP writes at most every fifth byte does.
+    # One byte can create a record of a hundred bytes. In DCP's own pickles at most every fifth byte creates a record.
     budget = MAX_NODES + len(data) // 4
-    # None of the files that could not hold so many at all is counted.
+    # Files too small to exceed the budget are not counted.
     if len(data) - len(data.translate(None, bytes(MAKING))) > budget:
         _run_counted(machine, budget)
     else:
@@ -193,7 +193,7 @@ def _value(data: bytes, vocabulary: Vocabulary) -> object:
 
 
 def _run_counted(machine: Machine, budget: int) -> None:
-    """Run to STOP, and make no more than `budget` containers, records and memo entries."""
+    """Run to STOP, and create at most `budget` containers, records and memo entries."""
     data = machine.data
     known = FOREIGN_OPERATIONS if machine.vocabulary.foreign else OPERATIONS
     machine.position = 2
@@ -217,10 +217,10 @@ def _part(machine: Machine, position: int, end: int) -> object:
 
 
 def _run(machine: Machine, position: int, end: int, repeated: RepeatedEntries | None) -> int:
-    """Run from `position` to STOP, or up to `end` before; where that is. As `_run_counted` does without a budget.
+    """Run from `position` to STOP, or up to `end`; return the final position. Like `_run_counted`, without a budget.
 
-    Nearly all of what DCP writes are the opcodes that are done here without a call, the frequent ones first: a
-    checkpoint of 20,000 tensors has two million, which take a third of the time.
+    Nearly all opcodes that DCP writes are handled inline here, the most frequent first: a checkpoint of 20,000 tensors
+    has two million opcodes, which take a third of the time.
     """
     data, stack, marks, memo = machine.data, machine.stack, machine.marks, machine.memo
     vocabulary = machine.vocabulary
@@ -248,7 +248,7 @@ def _run(machine: Machine, position: int, end: int, repeated: RepeatedEntries | 
             push(_SIGNED4(data, position)[0])
             position += 4
         elif code == _EMPTY_TUPLE:
-            # Nearly always followed by the making of an instance with these arguments.
+            # Nearly always followed by an opcode that makes an instance with these arguments.
             if (
                 data[position] == _NEW
                 and stack

@@ -1,4 +1,4 @@
-"""A stack machine that follows the opcodes of a pickle: values and inert records on its stack, nothing called.
+"""A stack machine that interprets a pickle's opcodes: its stack holds values and inert records, and it calls nothing.
 
 `pickle.py` runs it. An opcode that is not in the tables below is refused.
 
@@ -55,7 +55,7 @@ class Machine:
         return self.data[start : self.position]
 
     def unsigned(self, size: int) -> int:
-        # As `raw`, without the call: most of a pickle is such numbers.
+        # Like `raw`, without the call: most of a pickle consists of such numbers.
         start = self.position
         self.position = stop = start + size
         if stop > len(self.data):
@@ -243,7 +243,7 @@ def _bytes(size: int) -> Callable[[Machine], None]:
     return lambda m: m.stack.append(m.raw(m.unsigned(size)))
 
 
-# With what protocols 4 and 5 make of bytes and sets, and of long texts.
+# Also the opcodes that protocols 4 and 5 use for bytes and sets, and for long texts.
 FOREIGN_OPERATIONS: dict[int, Callable[[Machine], object]] = {
     **OPERATIONS,
     0x42: _bytes(4),  # BINBYTES

@@ -1,7 +1,7 @@
-"""What a pickle is read as: plain Python values, inert records of what it names, and which names may occur.
+"""The result of reading a pickle: plain Python values and inert records of the names in it; and which names may occur.
 
-`pickle.py` makes these, and `pickle_writer.py` writes them. Behind them stand PyTorch's dtypes, and the classes and
-functions that `.metadata` is made of.
+`pickle.py` makes the records, and `pickle_writer.py` writes them. The names include PyTorch's dtypes, and the classes
+and functions that occur in `.metadata`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Name:
     dotted: str
 
 
-# Not frozen, which would take three times as long to make: there are six for each tensor.
+# Not frozen: a frozen instance takes three times as long to make, and there are six for each tensor.
 @dataclass(slots=True, eq=False)
 class Call:
-    """`name(*args)`, not called. state: what would have been given to its result; items: what would have been added."""
+    """`name(*args)`, not called. state: what its result would have received; items: what would have been added."""
 
     name: str
     args: tuple[object, ...]
@@ -59,9 +59,9 @@ class Persistent:
 class Vocabulary:
     """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size.
 
-    enumerations: of ``calls``, the classes whose members may be named instead: Python before 3.11.4 writes a member as
-    ``getattr(enumeration, name)``, later versions as ``enumeration(value)``.
-    foreign: whether other names may occur, too. They stay names: what is made of them is a Call or an Instance.
+    enumerations: the classes in ``calls`` whose members may be named instead: Python before 3.11.4 writes a member as
+    ``getattr(enumeration, name)``, later versions as ``enumeration(value)``. foreign: whether other names may occur,
+    too. They stay names, and using them gives a Call or an Instance.
     """
 
     max_bytes: int
@@ -81,11 +81,11 @@ class Vocabulary:
         return self.constants is not None and self.constants.fullmatch(dotted) is not None
 
 
-# What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
+# How protocol 2 writes bytes: codecs.encode(text, "latin1"), and bytes() for empty bytes.
 BYTES_CALLS: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
 PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({ORDERED_DICT, "_codecs.encode"}) | BYTES_CALLS)
 FOREIGN_VALUES: Final = Vocabulary(max_bytes=PLAIN_VALUES.max_bytes, persistent=True, foreign=True)
-"""Of values of which those that are not plain are described: nothing that such a pickle names is called."""
+"""For values of any class: values that are not plain are only described. Nothing that the pickle names is called."""
 
 
 def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
@@ -111,11 +111,11 @@ UNREADABLE: Mapping[str, np.dtype] = MappingProxyType(
         "complex32": np.dtype(np.uint32),
     }
 )
-"""Dtypes that only PyTorch has, with one of as many bytes to list them by. What their bytes mean is nowhere said."""
+"""Dtypes that only PyTorch has, each with a dtype of its size for listing. What their bytes mean is not documented."""
 
 
 def torch_dtype(name: str) -> tuple[np.dtype, str | None] | None:
-    """The dtype called "torch.<name>", and why its elements cannot be read, if so; None for an unknown name."""
+    """The dtype called "torch.<name>", and the reason if its elements cannot be read; None for an unknown name."""
     name = name.removeprefix("torch.")
     if name in DTYPES:
         return DTYPES[name], None

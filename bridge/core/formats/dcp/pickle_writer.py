@@ -15,7 +15,7 @@ _INT: Final = struct.Struct("<i").pack
 
 @dataclass(eq=False, slots=True)
 class Repeated:
-    """A description that occurs in many places, such as the shape of thousands of tensors; it is not changed."""
+    """A description that occurs in many places, such as a shape that thousands of tensors have; it must not change."""
 
     value: object
     times: int = 0
@@ -31,7 +31,7 @@ HOLE: Final = Hole()
 
 @dataclass(eq=False, slots=True)
 class Pattern:
-    """A description with a `HOLE` wherever the many that are made from it differ; it is not changed."""
+    """A description with a `HOLE` wherever its many instances differ; it must not change."""
 
     value: object
     times: int = 0
@@ -63,7 +63,7 @@ class _Emitter:
         self.memo: dict[str | Name, int] = {}
         self.fillers: Iterator[object] = iter(())
         self.filled: list[tuple[int, int]] = []
-        # What most of a checkpoint's metadata is made of: `emit` would come to it after many other types.
+        # Most of a checkpoint's metadata consists of these: `emit` would test for many other types first.
         self.usual: dict[type, Callable[[Any], None]] = {
             str: self.emit_shared,
             tuple: self.emit_tuple,
@@ -86,7 +86,7 @@ class _Emitter:
         elif isinstance(value, float):
             put(b"G" + struct.pack(">d", value))
         elif isinstance(value, bytes):
-            # As protocol 2 has it, which lacks bytes; torch.load(weights_only=True) knows it.
+            # As in protocol 2, which lacks bytes; torch.load(weights_only=True) knows this form.
             self.emit(Call("_codecs.encode", (value.decode("latin1"), "latin1")))
         elif isinstance(value, tuple):
             self.emit_tuple(value)
@@ -121,7 +121,7 @@ class _Emitter:
             raise TypeError(f"expected a plain value or a description, got {type(value).__name__}")
 
     def emit_repeated(self, value: Repeated) -> None:
-        """The first time its names are written, from the second time on all is the same bytes."""
+        """Write its names the first time; from the second time on, write the same bytes."""
         if value.written:
             self.parts.append(value.written)
             return
@@ -132,9 +132,9 @@ class _Emitter:
             value.written = b"".join(self.parts[start:])
 
     def emit_filled(self, value: Filled) -> None:
-        """As `emit_repeated`, with the values between bytes that are the same from the second time on.
+        """Like `emit_repeated`, with values between bytes that are the same from the second time on.
 
-        A chunk's entry takes a third of the time that its description would take.
+        This takes a third of the time that writing the description of a chunk's entry takes.
         """
         pattern, values = value.pattern, value.values
         if not pattern.written:
@@ -173,7 +173,7 @@ class _Emitter:
             usual(type(value), emit)(value)
 
     def emit_shared(self, value: str | Name) -> None:
-        """Text and names repeat for every chunk: written once, then referred to."""
+        """Text and names repeat for every chunk: they are written once, then referenced."""
         index = self.memo.get(value)
         if index is not None:
             self.parts.append(_reference(index))

@@ -1,4 +1,4 @@
-"""What a pickle holds besides tensors, as plain values: containers, bytes, numbers of NumPy, sizes, dtypes, devices."""
+"""A pickle's contents other than tensors, as plain values: containers, bytes, NumPy numbers, sizes, dtypes, devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARRAYS: Final = frozenset(
     for function in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
 )
 REBUILDERS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
-"""What begins the names of functions that make tensors."""
+"""Prefixes of the names of functions that make tensors."""
 _TENSORS: Final = frozenset({"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
 _NO_PLAIN_VALUE: Final = f"{PLAIN_VALUE}, got "
 _SETS: Final = frozenset(
@@ -39,9 +39,9 @@ _CONSTANT: Final = re.compile(r"torch\.[a-z][a-z0-9_]*")
 
 
 def plain_from_pickle(value: object, what: str) -> object:
-    """What `read_pickle` returned, as a plain value. Numbers of NumPy become numbers, dtypes and devices text.
+    """A result of `read_pickle` as a plain value. NumPy numbers become numbers, dtypes and devices become text.
 
-    UnreadableValue, beginning with `what`, for anything that is no plain value, see `plain_value`.
+    UnreadableValue, beginning with `what`, for anything that is not a plain value, see `plain_value`.
     """
     try:
         return plain_value(value, what, foreign=_described)
@@ -52,7 +52,7 @@ def plain_from_pickle(value: object, what: str) -> object:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether there is a tensor or an array of NumPy in what `read_pickle` returned, at any depth, of any class."""
+    """Whether a result of `read_pickle` contains a tensor or a NumPy array, at any depth, of any class."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -77,7 +77,7 @@ def holds_tensors(value: object) -> bool:
 
 
 def array_of(node: Call) -> np.ndarray | None:
-    """The array or scalar that NumPy has pickled; None where it is not one of numbers."""
+    """The array or scalar that NumPy has pickled; None if it does not consist of numbers."""
     match node:
         case Call(args=(dtype, data)):
             shape, fortran = (), False
@@ -121,7 +121,7 @@ def _described(node: object) -> bytes | str | Described:
             array = array_of(node)
             if array is not None and array.dtype.kind != "c":
                 return Described(array.item() if array.dtype.kind in "biu" else float(array))
-            return "a number of NumPy that Python lacks"
+            return "a NumPy number type that Python lacks"
         case Call(name="torch.device", args=(str(device),)):
             return Described(device)
         case Call(name="torch.device", args=(str(device), int(index))):
@@ -165,7 +165,7 @@ def described(node: object) -> str:
         case Call(name=name) if name in _SETS:
             return "a set"
         case Call(name=name):
-            return f"a call of {name}, which is not made here (loading the file would make it)"
+            return f"a call of {name}, which Twinshard does not execute (loading the file would execute it)"
         case Instance(name=name):
             return f"an object of class {name}"
         case Name(dotted=name):

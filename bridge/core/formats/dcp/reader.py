@@ -54,18 +54,18 @@ from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
-"""Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
+"""Archives whose parsed headers are kept in memory, some 500 bytes each; other headers are parsed at each read."""
 
 
 class DcpReader(ClosedAtEnd):
     """A DCP checkpoint (`.metadata` and `.distcp` files), opened for reading; see `CheckpointReader`.
 
-    Opening reads `.metadata`, or every rank's file of the kind, and the sizes of the data files only, and raises
-    CheckpointError unless every tensor is covered exactly once by chunks that lie inside existing files, apart from
-    each other. `verify`: compare each chunk with its stored CRC-32, and with the copies other ranks stored, the first
-    time any part of it is read (the whole chunk is read for that). May be used by several threads.
+    Opening reads only `.metadata`, or every rank's metadata file, and the sizes of the data files. It raises
+    CheckpointError unless chunks inside existing files cover every tensor exactly once, without overlap in the files.
+    `verify`: compare each chunk with its stored CRC-32, and with the copies other ranks stored, the first time any part
+    of it is read (the whole chunk is read for that). May be used by several threads.
 
-    Reading needs memory for the returned array only, and for a block of the files.
+    Reading needs memory only for the returned array and for one block of the files.
     """
 
     format = "dcp"
@@ -83,8 +83,7 @@ class DcpReader(ClosedAtEnd):
         self._archives: dict[Extent, StoredTensor] = {}
         self._forms = Archives()
         self._names = {name: str(self.path / name) for name in self._data_files}
-        # For headers of safetensors files only; all other tables are filled with values that any
-        # thread would find alike.
+        # Only for headers of safetensors files. All other tables hold values that any thread would compute alike.
         self._lock = threading.Lock()
 
     @property
@@ -122,7 +121,7 @@ class DcpReader(ClosedAtEnd):
         return result
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """A block of one chunk where it is; see `CheckpointReader.lend`."""
+        """A block of one chunk, without moving it; see `CheckpointReader.lend`."""
         info = self.tensors[name]
         if name in self.unreadable:
             return None
@@ -136,7 +135,7 @@ class DcpReader(ClosedAtEnd):
         return loan
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of tensors that are one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
+        """Whole tensors that are one chunk, alone in its record; see `CheckpointReader.read_into`."""
         records = [self._whole_record(name, target.nbytes) for name, target in wanted]
         pieces = [
             None if record is None else Span(record[0].file, record[1].start, (target,))
@@ -157,7 +156,7 @@ class DcpReader(ClosedAtEnd):
         return Checksums(crc32=crc)
 
     def _whole_record(self, name: str, nbytes: int) -> tuple[Extent, Record] | None:
-        """Where a tensor lies that is all of a record of so many bytes, in row-major order."""
+        """The place of a tensor that fills a record of so many bytes, in row-major order."""
         info, extents = self._metadata.tensors[name], self._metadata.extents[name]
         if len(extents) != 1 or (name, 0) in self._metadata.copies or name in self.unreadable:
             return None
@@ -189,10 +188,10 @@ class DcpReader(ClosedAtEnd):
         return True
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where elements of whole chunks are: first byte, and the one after the last."""
+        """For each file, the ranges of whole chunks' elements: the first byte, and the byte after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         extents, unreadable, archives = self._metadata.extents, self.unreadable, self._archives
-        # Asking for a file takes longer than to look into it. In a store each archive is fetched by itself.
+        # Requesting a file takes longer than reading in it. In a store, each archive is fetched separately.
         files: dict[str, FileView] = {}
         for name, info in self.tensors.items():
             if name in unreadable:
@@ -210,7 +209,7 @@ class DcpReader(ClosedAtEnd):
                     tensor = archives.get(extent)
                     if tensor is None and file in files:
                         tensor = self._like(files[file], extent)
-                    # What `_find` does, without the call and the record for its result.
+                    # Same as `_find`, without the call and without a record for its result.
                     if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
                         start = tensor.record.start + tensor.first * dtype.itemsize
                     else:
@@ -221,7 +220,7 @@ class DcpReader(ClosedAtEnd):
         return ranges
 
     def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
-        """Tensors with a damaged copy of a chunk that another rank stored, and what is wrong with it."""
+        """Tensors with a chunk whose copy by another rank is damaged, and what is wrong with the copy."""
         for (name, index), copies in self._metadata.copies.items():
             info, chunk = self.tensors[name], self.tensors[name].chunks[index]
             for copy in copies:
@@ -232,7 +231,7 @@ class DcpReader(ClosedAtEnd):
                     yield name, error
 
     def view(self, file: str) -> FileView | None:
-        """A data file, to look at between its chunks; None where it is fetched from a store."""
+        """A data file, for reading between its chunks; None if it is fetched from a store."""
         return None if isinstance(self.path, StorePath) else self._files.view(file)
 
     def close(self) -> None:
@@ -244,7 +243,7 @@ class DcpReader(ClosedAtEnd):
         value = self._stored_object(name, extent)
         for copy in self._metadata.object_copies.get(name, ()):
             if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
-                reason = f"another value than in {extent.file}: each rank stored its own"
+                reason = f"a different value from {extent.file}: each rank stored its own value"
                 text = f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}"
                 raise UnreadableValue(text, reason, holds_tensors=False)
         return value
@@ -267,7 +266,7 @@ class DcpReader(ClosedAtEnd):
         return metadata
 
     def _is_safetensors(self, extent: Extent) -> bool:
-        """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
+        """Whether SerializationFormat.SAFETENSORS wrote it: a safetensors file begins at this place."""
         file = self._files.view(extent.file, (extent.offset, extent.offset + LENGTH_BYTES + 1))
         return looks_like_header(file, extent.offset)
 
@@ -279,10 +278,10 @@ class DcpReader(ClosedAtEnd):
     def _part(
         self, info: TensorInfo, index: int, common: Box, in_one_piece: bool = True
     ) -> tuple[FileArray, Callable[[np.ndarray], None]]:
-        """Where elements of a chunk are, and what is to be called with them once they are read.
+        """Where elements of a chunk are, and a function to call with them once they are read.
 
-        The chunk is verified before, but where its record has these elements alone: then they are, once they are read.
-        in_one_piece: whether they will be in memory.
+        The chunk is verified first, unless its record contains only these elements: then they are verified after the
+        read. in_one_piece: whether they will be contiguous in memory.
         """
         chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
         stored = self._find(info, chunk, extent)
@@ -327,7 +326,7 @@ class DcpReader(ClosedAtEnd):
         return stored
 
     def _like(self, file: FileView, extent: Extent) -> StoredTensor | None:
-        """The tensor of an archive that is like one found before."""
+        """The tensor of an archive that is like an earlier one."""
         tensor = self._forms.known(file, extent.offset, extent.length)
         if tensor is not None and len(self._archives) < _MAX_KEPT:
             self._archives[extent] = tensor
@@ -344,11 +343,11 @@ class DcpReader(ClosedAtEnd):
         return StoredChunk.of(tensor)
 
     def _in_safetensors(self, info: TensorInfo, chunk: Box, extent: Extent, what: str) -> StoredChunk:
-        # Imported here: nearly no checkpoint of DCP is of this serialization.
+        # Imported here: hardly any DCP checkpoint uses this serialization.
         from bridge.core.formats.dcp.safetensors_chunks import read_header_at, stored_chunk
 
         key = (extent.file, extent.offset)
-        # Threads that ask for chunks of one file wait for one of them to parse its header.
+        # Threads that need chunks of one file wait until one of them has parsed its header.
         with self._lock:
             if key not in self._headers:
                 self._headers[key] = read_header_at(self._files, *key, what)
@@ -371,12 +370,12 @@ class DcpReader(ClosedAtEnd):
             )
         if not same:
             raise CheckpointError(
-                f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
-                f"stored its own; a conversion can leave the tensor out ({drop_options([info.name])})"
+                f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got different ones: "
+                f"each rank stored its own values; a conversion can leave the tensor out ({drop_options([info.name])})"
             )
 
     def _elements(self, chunk: FileArray, part: Box, whole: Box) -> np.ndarray:
-        """A part of a chunk as unsigned integers, in memory of its own."""
+        """A part of a chunk as unsigned integers, in newly allocated memory."""
         elements = as_integers(np.empty(part.sizes, chunk.dtype))
         self._files.copy(elements, chunk.within(part, whole))
         return elements

@@ -1,7 +1,7 @@
 """Writes a DCP checkpoint chunk by chunk, without PyTorch; stock `torch.distributed.checkpoint.load` reads it.
 
-Where each archive lies in the data file follows from the tensors declared before it, so chunks are written in any
-order and by several threads, and the same tensors always make the same file.
+The tensors declared before an archive determine its place in the data file. So several threads can write chunks in any
+order, and the same tensors always make the same file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DcpWriter(FlatWriter):
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
     none beyond the caller's array, or one copy of it if it is not contiguous. May be used by several threads.
 
-    share: with one, only its chunks are written, and `path` becomes a directory of one part; see
+    share: if given, only its chunks are written, and `path` becomes the directory of one part; see
     `formats/whole/in_parts.py`.
     """
 
@@ -86,7 +86,7 @@ class DcpWriter(FlatWriter):
             self.abort()
             raise
         self._sink = _Archives(self._data, self._data_file)
-        # Places in the data file follow from the order of declarations: one at a time.
+        # The order of declarations determines places in the data file, so declare one tensor at a time.
         self._lock = threading.Lock()
         self._alike = {}
         self._objects: dict[str, Extent] = {}
@@ -145,17 +145,17 @@ class DcpWriter(FlatWriter):
         (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
 
     def _rest(self) -> int:
-        """CRC-32C of what is around the elements in the data file, as it was meant to be written."""
+        """CRC-32C of the bytes around the elements in the data file, as they should have been written."""
         objects = deque(sorted(self._objects.values(), key=itemgetter(1)))
         parts: list[bytes] = []
         crc = 0
-        # Not read back: a few hundred bytes next to small elements would cost as much as all of these.
+        # Not read back: reading a few hundred bytes next to small elements would cost as much as reading all elements.
         for offset, frame in self._sink.frames(self._record.infos):
             while objects and objects[0].offset < offset:
                 extent = objects.popleft()
                 parts.append(self._data.read(extent.offset, extent.length))
             parts += frame
-            # Many at once: a call for each of them takes longer than the bytes.
+            # Many at once: one call each would take longer than processing the bytes.
             if len(parts) >= _AT_ONCE:
                 crc, parts = extend(crc, b"".join(parts)), []
         parts += [self._data.read(extent.offset, extent.length) for extent in objects]
@@ -223,7 +223,7 @@ class _Archives:
         return np.frombuffer(elements, np.uint8) if whole else None
 
     def frames(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
-        """What stands around the elements of all chunks, once they are written, by their places in the file."""
+        """The bytes around the elements of all chunks, once they are written, by their places in the file."""
         for name, info in infos.items():
             for box, (_, offset, _) in zip(info.chunks, self.extents[name], strict=True):
                 yield offset, tensor_archive(info.dtype, box.sizes, offset, self._crcs[offset])
@@ -236,9 +236,9 @@ class _Archives:
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
-    """Make `folder` a checkpoint of these parts, in their order; the same again after a kill at any moment.
+    """Make `folder` a checkpoint of these parts, in their order.
 
-    CheckpointError when they are not the parts of one checkpoint.
+    After a kill at any moment, call it again. CheckpointError if the parts do not belong to one checkpoint.
     """
     names = [rank_metadata(rank) for rank in range(len(parts))]
     pieces = {name: (part / name).read_bytes() for name, part in zip(names, parts, strict=True)}

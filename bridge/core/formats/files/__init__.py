@@ -1,1 +1,1 @@
-"""How bytes get to disk: atomic directories, journals, manifests, direct files; how they are read."""
+"""Writing bytes to disk: atomic directories, journals, manifests, files with direct I/O; and reading them."""

@@ -3,10 +3,10 @@
     runs/step_10.tmp-3f9c0a1e/   written here     --commit: fsync all, rename, fsync runs/-->   runs/step_10/
 
 A process killed half-way leaves the `.tmp-` directory, which `bridge.core.formats.open_checkpoint` refuses to open.
-With `replace` an existing `runs/step_10` stays as it is until the commit, where the two directories change places at
-once; then the old one, which is now called `.tmp-`, is removed.
+With `replace`, an existing `runs/step_10` remains unchanged until the commit, which exchanges the two directories
+atomically. Then the old directory, now named `.tmp-`, is removed.
 
-A checkpoint may also be one file. Then the file `<payload>` is moved out of the working directory, with its manifest.
+A checkpoint may also be one file. Then the commit moves the file `<payload>` and its manifest out of the directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def temporaries_of(path: Path) -> list[Path]:
-    """Working directories, of this process or others, of what is to become `path`."""
+    """Working directories, of this process or others, that are to become `path`."""
     if not path.parent.is_dir():
         return []
     own = re.compile(re.escape(path.name) + _TEMPORARY.pattern)
@@ -57,7 +57,7 @@ class CommitOrAbort(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Let it appear; on failure nothing is left behind."""
+        """Make it appear; on failure, leave nothing behind."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -80,9 +80,9 @@ class AtomicDirectory(CommitOrAbort):
 
     Missing parents of `path` are created (and removed again by abort). FileExistsError when `path` exists, at
     construction and again at commit, unless `replace`: then the old checkpoint stays until the commit. `resumed`: the
-    working directory of an earlier attempt, to go on with. `keep`: whether abort leaves the working directory, to be
+    working directory of an earlier attempt, to be continued. `keep`: whether abort leaves the working directory, to be
     resumed; a resumed directory is always kept. `payload`: the name, in `temporary`, of the one file that becomes
-    `path`; `sidecar`: the name of the file that goes beside it.
+    `path`; `sidecar`: the name of the file that goes next to it.
     """
 
     def __init__(
@@ -122,9 +122,8 @@ class AtomicDirectory(CommitOrAbort):
         if not self._open:
             raise ValueError(f"{self.path} was already committed or aborted")
         try:
-            # Before the rename: a name that is on disk before its content would be, after a power
-            # cut, a checkpoint of zeros. Each directory follows its files, since its entries are
-            # content as well.
+            # Before the rename: if the name reached the disk before the content, a power cut would leave a checkpoint
+            # of zeros. Each directory is synced after its files, since its entries are content as well.
             for directory, _, files in walk(self.temporary):
                 for name in files:
                     _fsync(os.path.join(directory, name))
@@ -135,20 +134,20 @@ class AtomicDirectory(CommitOrAbort):
             self.abort()
             raise
         self._open = False
-        # A rename is on disk once the directory is that holds the name; else a power cut undoes it,
-        # and a caller that has removed older steps has none.
+        # A rename is on disk once its directory is synced. Otherwise a power cut undoes the rename, and a caller that
+        # has removed older steps has no step left.
         fsync_directory(self.path.parent)
-        # Directories that were made for this checkpoint are entries of their own parents.
+        # Directories that were made for this checkpoint are entries in their own parents.
         for parent in self._new_parents:
             fsync_directory(parent.parent)
         if self._payload is None and self.temporary.is_file():
-            # The directory took the place of a checkpoint in one file: the manifest beside that file must go with it.
+            # The directory replaced a checkpoint in one file: the manifest next to that file must go, too.
             remove(sidecar_of(self.path))
-        # The working directory still exists where one file was moved out of it, or a replaced checkpoint moved into it.
+        # The working directory still exists if one file was moved out of it, or a replaced checkpoint into it.
         remove(self.temporary)
 
     def abort(self) -> None:
-        """Remove the temporary directory, unless it is to be kept. Does nothing after commit or abort."""
+        """Remove the temporary directory, unless it is to be resumed. Does nothing after commit or abort."""
         if self._open:
             self._open = False
             if self.keep:
@@ -167,7 +166,7 @@ class AtomicDirectory(CommitOrAbort):
             try:
                 os.rename(self.temporary, self.path)
             except OSError as error:
-                # rename replaces an empty directory, and fails for everything else that has the name.
+                # rename replaces an empty directory, and fails if anything else has the name.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 raise self._exists() from None
@@ -176,8 +175,8 @@ class AtomicDirectory(CommitOrAbort):
         beside, aside = sidecar_of(self.path), self.temporary / "replaced"
         replaced = self._replace and os.path.lexists(self.path)
         had = os.path.lexists(beside)
-        # No reader may find the manifest of one checkpoint beside the data of the other. So the old manifest goes
-        # first, and for a moment the old checkpoint has none.
+        # No reader may find the manifest of one checkpoint next to the data of the other. So the old manifest is
+        # removed first, and for a moment the old checkpoint has none.
         if had:
             os.rename(beside, aside)
         try:
@@ -197,7 +196,7 @@ class AtomicDirectory(CommitOrAbort):
             raise
 
     def _refuse_existing(self) -> None:
-        # lexists: a dangling link has the name, too.
+        # lexists: a dangling link occupies the name, too.
         if not self._replace and os.path.lexists(self.path):
             raise self._exists()
         if self._payload is not None and self.path.is_dir() and not self.path.is_symlink():
@@ -212,8 +211,8 @@ class AtomicDirectory(CommitOrAbort):
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Exchange two names, at once where the system can; elsewhere the old name is missing for a moment."""
-    # At every moment the name is that of a whole checkpoint, the old or the new one.
+    """Exchange two names, atomically if the system can; otherwise the old name is missing for a moment."""
+    # At every moment the name refers to a whole checkpoint, the old or the new one.
     if _renameat2(new, old, _RENAME_EXCHANGE):
         return
     aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
@@ -227,9 +226,8 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Give the file or directory the new name, at once. FileExistsError when something has that name."""
-    # A rename by itself would replace a file that somebody else has put there since it was looked
-    # at.
+    """Give the file or directory the new name, atomically. FileExistsError if something has that name."""
+    # A plain rename would replace a file that somebody else has created there since the check.
     if _renameat2(source, target, _RENAME_NOREPLACE):
         return
     if os.path.lexists(target):
@@ -238,7 +236,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Rename with these flags; False where system or file system do not know them. OSError when the renaming failed."""
+    """Rename with these flags; False if the system or file system does not support them. OSError if renaming failed."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -251,12 +249,12 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 
 def sidecar_of(path: Path) -> Path:
-    """The place of the file that goes beside a checkpoint which is one file."""
+    """The place of the file that goes next to a checkpoint that is one file."""
     return path.with_name(f"{path.name}.manifest.json")
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory with all that is in it, as far as the system lets."""
+    """Remove a file, or a directory with its contents, as far as the system allows."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -273,15 +271,15 @@ def _fsync(path: str | Path) -> None:
 
 
 def fsync_directory(path: str | Path) -> None:
-    """Bring the entries of a directory to disk, where the file system can do that for this user."""
+    """Sync the entries of a directory to disk, if the file system can do that for this user."""
     try:
         _fsync(path)
     except OSError as error:
-        # A directory that may be written to but not read; file systems over a network without this operation.
+        # The directory is writable but not readable, or it is on a network file system without this operation.
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether the directory is named as one that its writer never finished."""
+    """Whether the directory's name says that its writer never finished."""
     return ".orbax-checkpoint-tmp" in path.name or is_temporary(path)

@@ -1,12 +1,12 @@
-"""Files whose content is laid out before it is written, so that many threads write them, in any order.
+"""Files whose content is laid out before it is written, so that many threads can write in any order.
 
-Large pieces go to the disk past the system's cache, which has to be synced before a checkpoint is complete:
+Large pieces bypass the system's cache, which has to be synced before a checkpoint is complete:
 
     |  head  |     whole blocks of at least 4096 bytes    |  tail  |
      cached    direct, out of aligned memory              cached
 
-Writing and syncing 2 GB took 1.2 s this way, through the cache 6.2 s (`dd` with oflag=direct, conv=fdatasync; a virtual
-machine with 2 cores, 2026-11-23). Where the file system has no direct writing, everything goes through the cache.
+Writing and syncing 2 GB took 1.2 s this way, and 6.2 s through the cache (`dd` with oflag=direct, conv=fdatasync; a
+virtual machine with 2 cores, 2026-11-23). If the file system has no direct writing, everything goes through the cache.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Final
 import numpy as np
 
 BLOCK: Final = max(4096, mmap.PAGESIZE)
-"""Direct writing needs offsets, lengths and memory that are multiples of this number, on any disk.
+"""Direct writing needs offsets, lengths and memory addresses that are multiples of this number, on any disk.
 
-It is a whole number of pages, so that no page of the cache holds both directly written bytes and a head or a tail.
+It is a whole number of pages, so that no page of the cache contains both directly written bytes and a head or a tail.
 """
 
 _DIRECT_BYTES: Final = 1 << 20
@@ -35,7 +35,7 @@ _OTHER_FILES: Final = 512
 
 
 class _Buffers(threading.local):
-    """A buffer of each thread that begins at a multiple of BLOCK."""
+    """A buffer for each thread that begins at a multiple of BLOCK."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, _BUFFER_BYTES)
@@ -46,7 +46,7 @@ _BUFFERS = _Buffers()
 
 
 class DataFile:
-    """Places are reserved one after the other, then filled. An existing file is written over, not emptied.
+    """Places are reserved one after the other, then filled. An existing file is overwritten, not truncated.
 
     Each file takes two descriptors; see `allow_open_files`.
     """
@@ -66,14 +66,14 @@ class DataFile:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a reserved place, or a part of one. OSError when the disk is full, ValueError after `close`.
 
-        Data as far behind a multiple of BLOCK in memory as in the file is written directly. Other data is copied first.
+        Data is written directly if its offset within a BLOCK is the same in memory and in the file; else it is copied.
         """
         view = memoryview(data)
         if self._descriptor < 0:
             raise ValueError(f"expected an open file {self.path}, got one that was closed")
         try:
-            # O_DIRECT takes whole blocks out of memory that begins with a block. What is before the
-            # first and behind the last of them goes through the cache, which `sync` empties.
+            # O_DIRECT writes whole blocks from block-aligned memory. The bytes before the first and after the last
+            # block go through the cache, which `sync` flushes.
             if len(view) >= _DIRECT_BYTES and self._direct is not None:
                 first, last = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
                 _pwrite(self._descriptor, view[:first], offset)
@@ -91,7 +91,7 @@ class DataFile:
             offset += len(part)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a reserved place; fewer where the file is shorter."""
+        """The bytes of a reserved place; fewer if the file is shorter."""
         parts = []
         while length and (part := os.pread(self._descriptor, length, offset)):
             parts.append(part)
@@ -103,13 +103,12 @@ class DataFile:
         os.truncate(self.path, size)
 
     def sync(self) -> None:
-        """Bring to disk what is written."""
-        # fdatasync brings the size of a file along, which reading needs, and not the times, which
-        # nothing needs.
+        """Sync the written bytes to disk."""
+        # fdatasync also syncs the file's size, which reading needs, but not its times, which nothing needs.
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file. Threads that write must have ended."""
+        """Close the file. Threads that write must have ended."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -119,8 +118,7 @@ class DataFile:
 
     def _write_blocks(self, offset: int, view: memoryview) -> None:
         source = np.frombuffer(view, np.uint8)
-        # Memory of a loan begins as far behind a block as the place in the file, so large chunks
-        # are written without a copy.
+        # A loan's memory has the same offset within a block as the place in the file, so large chunks need no copy.
         if source.ctypes.data % BLOCK == 0:
             self._write_piece(offset, view)
             return
@@ -135,10 +133,10 @@ class DataFile:
             if self._direct is not None:
                 written = os.pwrite(self._direct, piece, offset)
         except OSError as error:
-            # Some file systems allow opening with O_DIRECT, and refuse writing.
+            # Some file systems allow opening with O_DIRECT, but refuse writing.
             if error.errno != errno.EINVAL:
                 raise
-        # A disk that is almost full takes a part of a piece: the rest raises its own error here.
+        # A disk that is almost full accepts a part of a piece: writing the rest raises an error here.
         _pwrite(self._descriptor, piece[written:], offset + written)
 
 
@@ -159,7 +157,7 @@ def _pwrite(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process open so many files besides those that it has, as far as the system allows it to."""
+    """Let this process open so many additional files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -175,36 +173,35 @@ _BYTES: Final = 4 << 20
 
 
 class Gathered:
-    """What one thread has handed over and is not in the file yet. `flush` may be called by any thread.
+    """Data that one thread has handed over and that is not in the file yet. Any thread may call `flush`.
 
         chunk 7 | chunk 8 | chunk 9 | ...        a thread hands them over one by one
-        |            4 MiB             |         written at once, past the system's cache like a large chunk
+        |            4 MiB             |         written together, past the system's cache like a large chunk
 
-    Thousands of small writes through the cache have to be synced.
+    Otherwise thousands of small writes through the cache would have to be synced.
     """
 
     def __init__(self) -> None:
-        # With room behind for one more piece, which `fill` needs to have whole.
-        # Mapped memory begins with a page, as direct writing demands; memory of NumPy begins
-        # anywhere.
+        # With room at the end for one more piece, which `fill` needs whole. Mapped memory begins at a page, as direct
+        # writing requires; NumPy's memory begins anywhere.
         self._memory = memoryview(mmap.mmap(-1, _BYTES + 2 * SMALL))
-        # `sync` flushes what all threads have gathered, from whichever thread comes to it.
+        # `sync` flushes the data that all threads have gathered, from whichever thread calls it.
         self._lock = threading.Lock()
         self._file: DataFile | None = None
-        # Of the file. A byte is at the same place in its block in memory and in the file.
+        # In the file. A byte has the same place within its block in memory and in the file.
         self._start = self._end = 0
 
     def add(self, file: DataFile, offset: int, parts: Iterable[bytes | memoryview]) -> None:
-        """Fill a reserved place of a file, sooner or later. OSError for what was handed over before, too."""
+        """Fill a reserved place of a file, perhaps later. OSError also for data handed over earlier."""
         with self._lock:
             self._begin(file, offset)
             for part in parts:
                 self._append(memoryview(part).cast("B"))
 
     def fill(self, file: DataFile, offset: int, length: int, fill: Callable[[memoryview], bool]) -> bool:
-        """The same for a piece of at most 2 * SMALL bytes that ``fill`` puts into the memory it is given.
+        """The same for a piece of at most 2 * SMALL bytes, which ``fill`` writes into the memory that it is given.
 
-        If that returns False, or raises, the piece is not handed over.
+        If ``fill`` returns False, or raises, the piece is not handed over.
         """
         with self._lock:
             self._begin(file, offset)
@@ -216,8 +213,7 @@ class Gathered:
             if left >= 0:
                 self._end = base + _BYTES
                 self._write()
-                # The piece went on behind the 4 MiB that are written: its rest begins the next
-                # ones.
+                # The piece extends beyond the 4 MiB that are written: its rest begins the next 4 MiB.
                 self._memory[:left] = self._memory[_BYTES : _BYTES + left]
                 self._end += left
             return True

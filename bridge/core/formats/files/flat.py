@@ -1,4 +1,4 @@
-"""Boxes of arrays whose elements come one after the other, from a stream of bytes."""
+"""Boxes of arrays whose elements arrive in order, from a stream of bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def copy_flat(
 ) -> None:
     """Copy a box of a row-major array of this shape into `out`, which is C-contiguous and has the box's sizes.
 
-    read: gives the array's bytes [start, stop), in parts that follow each other; it may give more after these.
+    read: yields the array's bytes [start, stop), in consecutive parts; it may yield more bytes after these.
     """
     if not box.numel:
         return
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # Axes that the box holds whole belong to a run of elements that follow each other, and so does the axis before.
+    # Axes that the box contains whole belong to one contiguous run of elements, and so does the axis before them.
     lead = len(shape)
     while lead and (lead == len(shape) or box.sizes[lead] == shape[lead]):
         lead -= 1

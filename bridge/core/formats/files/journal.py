@@ -1,13 +1,13 @@
 """The journal of an unfinished checkpoint: which chunks are safely on disk, so that a killed writer can be resumed.
 
     runs/step_10.tmp-3f9c0a1e/twinshard.journal
-        {"source": "/runs/a", "mapping": "decoder", ...}     what is being written, from what: the key
+        {"source": "/runs/a", "mapping": "decoder", ...}     what is being written, and from what: the key
         ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
         ["model.w", 1, 328867073]
 
-The directory is that of one attempt (`WorkingDirectory`). A line is written once its chunk has been
-synced; a last line cut short is not counted. The writer locks the journal while it lives, so that
-nobody else resumes or removes the directory.
+The directory belongs to one attempt (`WorkingDirectory`). A line is written once its chunk has been synced; a truncated
+last line does not count. The writer locks the journal while it lives, so that nobody else resumes or removes the
+directory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ABANDONED_SECONDS = 3600.0
 _quoted = json.encoder.encode_basestring_ascii
 
 Key = Mapping[str, str]
-"""Entries that identify a conversion: two conversions that agree in all of them write the same bytes."""
+"""Entries that identify a conversion: two conversions with equal entries write the same bytes."""
 
 Done = dict[str, dict[int, int]]
-"""For each tensor the CRC-32C of the chunks that are on disk, by the number of the chunk."""
+"""For each tensor, the CRC-32C of the chunks that are on disk, by chunk number."""
 
 
 class InUse(CheckpointError):
@@ -58,7 +58,7 @@ class InUse(CheckpointError):
 
 @dataclass
 class Journal:
-    """An open journal; it holds the lock until `close`. kept: whether it stays when the attempt fails."""
+    """An open journal; it holds the lock until `close`. kept: whether it remains after a failed attempt."""
 
     directory: Path
     descriptor: int
@@ -84,7 +84,7 @@ class Journal:
 
     def record(self, entries: Iterable[tuple[str, int, int]]) -> None:
         """Note chunks that have been synced to disk: (tensor, number of the chunk, CRC-32C)."""
-        # As `json.dumps` of each, in a quarter of its time: there may be 100,000 entries.
+        # Same as `json.dumps` of each entry, in a quarter of the time: there may be 100,000 entries.
         lines = "".join([f"[{_quoted(name)}, {number}, {crc}]\n" for name, number, crc in entries])
         _write(self.descriptor, lines.encode())
 
@@ -94,9 +94,9 @@ class Journal:
 
 
 def resume(path: Path, key: Key) -> Journal | None:
-    """The journal of an unfinished checkpoint that was to become `path`, locked; None when there is none.
+    """The journal of an unfinished checkpoint that was to become `path`, locked; None if there is none.
 
-    CheckpointError when unfinished checkpoints are there but none has this key, or when a writer still uses one.
+    CheckpointError if unfinished checkpoints exist but none has this key, or if a writer still uses one.
     """
     differences = []
     for directory in temporaries_of(path):
@@ -109,7 +109,7 @@ def resume(path: Path, key: Key) -> Journal | None:
             raise InUse(directory)
         noted, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
         if noted == dict(key):
-            # A last line that was cut short would be glued to the first one of this attempt.
+            # A truncated last line would be joined to the first line of this attempt.
             os.truncate(descriptor, length)
             return Journal(directory, descriptor, done)
         os.close(descriptor)
@@ -123,21 +123,21 @@ def resume(path: Path, key: Key) -> Journal | None:
             if key.get(name) != noted.get(name)
         ]
         raise CheckpointError(
-            f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that conversion "
-            "with its own source and options, or start anew without resuming"
+            f"{directory} is unfinished, but belongs to another conversion ({'; '.join(parts)}): resume that "
+            "conversion with its own source and options, or start anew without resuming"
         )
     return None
 
 
 def abandoned(path: Path) -> list[Path]:
-    """Working directories of what was to become `path`, whose writers are gone."""
+    """Working directories that were to become `path`, and whose writers are gone."""
     directories = []
     for directory in temporaries_of(path):
         try:
             descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
         except (FileNotFoundError, NotADirectoryError):
-            # No journal: a writer was killed while it removed a replaced checkpoint, or a writer has made the directory
-            # this moment. Only the age tells the two apart.
+            # No journal: a writer was killed while it removed a replaced checkpoint, or a writer has just made the
+            # directory. Only the age distinguishes the two cases.
             if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
                 directories.append(directory)
             continue
@@ -150,7 +150,7 @@ def abandoned(path: Path) -> list[Path]:
 
 
 def _writes_parts(directory: Path) -> bool:
-    """Whether a process writes a part of the checkpoint; only who joins the parts locks the directory itself."""
+    """Whether a process writes a part of the checkpoint; only the process that joins parts locks the directory."""
     for journal in (directory / PARTS_FOLDER).glob(f"*/{JOURNAL_FILE}"):
         try:
             descriptor = os.open(journal, os.O_RDWR)
@@ -164,21 +164,21 @@ def _writes_parts(directory: Path) -> bool:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what earlier attempts to write `path` left behind."""
+    """Remove everything that earlier attempts to write `path` left behind."""
     for directory in abandoned(path):
         remove(directory)
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of it: a disk that is almost full takes a part."""
+    """Write all of it: a disk that is almost full accepts only a part."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def _lock(descriptor: int) -> bool:
     try:
-        # flock goes with the open file: it is free when its process ends, however that ends, and
-        # needs no clean-up after a kill. Nobody waits for the lock: the caller says who has it.
+        # flock belongs to the open file: it is released when its process ends, in whatever way, and needs no clean-up
+        # after a kill. Nobody waits for the lock: the caller reports who has it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -194,7 +194,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
     except ValueError:
         return {}, {}, 0
     done: Done = {}
-    # A kill cuts the last line short, which then has no line break: its chunk is written again.
+    # A kill truncates the last line, which then has no line break: its chunk is written again.
     for line in body.split(b"\n")[:-1]:
         try:
             name, chunk, crc = json.loads(line)
@@ -209,12 +209,12 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
 class Attempt:
     """One attempt at writing a checkpoint.
 
-    replace: with one, an existing checkpoint is replaced at the commit; it is called with the checkpoint's path, and
-    raises CheckpointError unless a checkpoint and nothing else is there (`bridge.core.formats.whole.replaceable`). key:
-    with one, progress is noted in a journal, and a later attempt with the same key can resume. resume: take over what
-    such an attempt has written, if there is any, and keep the working directory when this attempt fails. accompany:
-    called with the complete working directory and the checkpoint's path just before the commit; it may write further
-    files.
+    replace: if given, the commit replaces an existing checkpoint. `replace` is called with the checkpoint's path, and
+    raises CheckpointError unless the path contains a checkpoint and nothing else
+    (`bridge.core.formats.whole.replaceable`). key: if given, progress is noted in a journal, and a later attempt with
+    the same key can resume. resume: continue such an attempt, if there is one, and keep the working directory if this
+    attempt fails. accompany: called with the complete working directory and the checkpoint's path just before the
+    commit; it may write further files.
     """
 
     replace: Callable[[Path], None] | None = None
@@ -224,30 +224,30 @@ class Attempt:
 
     def __post_init__(self) -> None:
         if self.resume and not self.key:
-            raise ValueError("resume needs a key that says what is resumed: expected one, got none")
+            raise ValueError("resume: expected a key that identifies the conversion to resume, got none")
 
 
 class WorkingDirectory(CommitOrAbort):
     """The directory a checkpoint is written in; see `AtomicDirectory` and `Journal`.
 
-    payload: the name of the one file in it that becomes the checkpoint; None where the directory does. `resumed`:
-    whether an earlier attempt's directory was taken over. CheckpointError when there is one that cannot be.
+    payload: the name of the one file in it that becomes the checkpoint; None if the directory does. `resumed`: whether
+    an earlier attempt's directory was taken over. CheckpointError if there is one that cannot be taken over.
     """
 
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None) -> None:
         target = Path(os.path.abspath(path))
         if is_temporary(target):
             raise CheckpointError(
-                f"{target} is named like the directory of an unfinished checkpoint: expected a name without .tmp- and "
-                "8 digits at its end, choose another"
+                f"{target} has a name like the directory of an unfinished checkpoint: expected a name that does not "
+                "end in .tmp- and 8 digits, choose another"
             )
         self._replace = attempt.replace
-        # One file has no place for others.
+        # A single file has no room for companions.
         self._accompany = attempt.accompany if payload is None else None
         self._require_replaceable(target)
         journal = resume(target, attempt.key) if attempt.resume else None
         if journal is not None and payload is not None and not (journal.directory / payload).exists():
-            # Killed after the file was renamed: the chunks that the journal names are in the finished checkpoint.
+            # The earlier attempt was killed after the rename: the journal's chunks are in the finished checkpoint.
             journal.close()
             shutil.rmtree(journal.directory)
             journal = None
@@ -268,7 +268,7 @@ class WorkingDirectory(CommitOrAbort):
             try:
                 journal = Journal.create(self.temporary, attempt.key)
             except BaseException:
-                # Not kept even if this attempt is to be resumable: without a journal nothing can be resumed.
+                # Not kept, even if this attempt should be resumable: without a journal nothing can be resumed.
                 self._directory.abort()
                 raise
         self._directory.keep = attempt.resume
@@ -281,12 +281,12 @@ class WorkingDirectory(CommitOrAbort):
         return self._directory.ended
 
     def commit(self) -> None:
-        """Let the checkpoint appear, and remove what earlier attempts left.
+        """Make the checkpoint appear, and remove everything that earlier attempts left.
 
-        CheckpointError when files that are no part of a checkpoint have come to the one that is to be replaced.
+        CheckpointError if files that do not belong to a checkpoint have been added to the one to replace.
         """
         try:
-            # A second time: hours may have passed since the first.
+            # Checked again: hours may have passed since the first check.
             self._require_replaceable(self.path)
             if self._accompany is not None:
                 self._accompany(self.temporary, self.path)
@@ -295,7 +295,7 @@ class WorkingDirectory(CommitOrAbort):
             raise
         self._directory.commit()
         if self.journal is not None:
-            # Only now: a kill before the renaming leaves a directory that can still be resumed.
+            # Only now: a kill before the rename leaves a directory that can still be resumed.
             if self.path.is_dir():
                 (self.path / JOURNAL_FILE).unlink(missing_ok=True)
             self.journal.close()
@@ -303,7 +303,7 @@ class WorkingDirectory(CommitOrAbort):
             remove_abandoned(self.path)
 
     def place_beside(self, name: str) -> None:
-        """Let the file of this name go beside the checkpoint, which is one file."""
+        """Put the file of this name next to the checkpoint, which is one file."""
         self._directory.sidecar = name
 
     def _require_replaceable(self, path: Path) -> None:
@@ -322,7 +322,7 @@ class WorkingDirectory(CommitOrAbort):
 def working_place(
     path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None
 ) -> WorkingDirectory | StoreFolder:
-    """Where a checkpoint is written until it is whole: a directory of this machine, or in the store itself."""
+    """Where a checkpoint is written until it is complete: a directory on this machine, or the store itself."""
     if is_url(path):
         return StoreFolder(
             str(path),

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what every chunk of every tensor must hold, so that any later change can be noticed.
+"""The manifest of a checkpoint: checksums of every chunk of every tensor, so that any later change can be noticed.
 
-Every checkpoint that is written here has one, in its directory, or beside it where the checkpoint is a single file::
+Every checkpoint that is written here has a manifest, in its directory, or next to it if it is a single file::
 
     step_10/twinshard_manifest.json          weights.safetensors
                                              weights.safetensors.manifest.json
@@ -12,9 +12,9 @@ Every checkpoint that is written here has one, in its directory, or beside it wh
      "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null, "77e0a1b2"]}}
 
 Checksums are CRC-32C in hexadecimal: of a chunk's elements in row-major order, little-endian; of an object's value; of
-a file's bytes, null where the chunks' checksums speak for its data; then a third number is that of all bytes of the
-file that are no elements of chunks, such as headers. A CRC of 32 bits notices every change of up to 32
-neighbouring bits for certain. It is no signature: who can change the data can change the manifest.
+a file's bytes. A file's checksum is null if the chunks' checksums cover its data; then a third entry is the checksum of
+all bytes of the file that are not elements of chunks, such as headers. A CRC of 32 bits detects every change within 32
+consecutive bits. It is not a signature: whoever can change the data can change the manifest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ENTRY = re.compile(
     re.ASCII,
 ).findall
 _BESIDE = len('"": 01234567"]]}, ')
-"""Characters of an entry besides its name and what `_ENTRY` has in its second group."""
+"""Characters of an entry other than its name and the second group of `_ENTRY`."""
 _AFTER_TENSORS = '}, "objects": {'
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
 
@@ -76,7 +76,7 @@ class ManifestTensor:
 
     @staticmethod
     def of(info: TensorInfo, crcs: Mapping[int, int]) -> ManifestTensor:
-        """Of a tensor in memory, which is not checked again. crcs: of its chunks, by number; others are left out."""
+        """For a tensor in memory, not checked again. crcs: checksums of chunks, by number; others are left out."""
         tensor = object.__new__(ManifestTensor)
         put = object.__setattr__
         put(tensor, "dtype", dtype_name(info.dtype))
@@ -87,9 +87,9 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """A file's size in bytes and the CRC-32C of all of them, None where the chunks' checksums speak for its data.
+    """A file's size in bytes and the CRC-32C of all its bytes, None if the chunks' checksums cover its data.
 
-    rest: the CRC-32C of the bytes that are no elements of chunks, None where it is not known.
+    rest: the CRC-32C of the bytes that are not elements of chunks, None if it is not known.
     """
 
     size: int
@@ -99,9 +99,9 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds; tensors and objects by the names its reader gives them, files by relative path.
+    """The contents of a checkpoint; tensors and objects by their names in its reader, files by relative path.
 
-    conversion: where a conversion in parts made the checkpoint, which one.
+    conversion: identifies the conversion in parts that made the checkpoint, if one did.
     """
 
     format: str
@@ -112,14 +112,14 @@ class Manifest:
 
 
 def manifest_path(checkpoint: Path) -> Path:
-    """Where the manifest of a checkpoint, a directory or a single file, is."""
+    """The path of the manifest of a checkpoint, which is a directory or a single file."""
     if checkpoint.is_dir():
         return checkpoint / MANIFEST_FILE
     return sidecar_of(checkpoint)
 
 
 def require_own(path: Path) -> None:
-    """CheckpointError when a file that is no manifest has the manifest's place: that file must not be overwritten."""
+    """CheckpointError if a file that is not a manifest has the manifest's name: that file must not be overwritten."""
     if not os.path.lexists(path):
         return
     start = b""
@@ -128,7 +128,7 @@ def require_own(path: Path) -> None:
             start = file.read(256)
     if _MARK.encode() not in start:
         raise CheckpointError(
-            f"{path} is in the place of the checkpoint's manifest, and is no manifest: move that file away, or choose "
+            f"{path} has the name of the checkpoint's manifest, but is not a manifest: move the file away, or choose "
             "another name for the checkpoint"
         )
 
@@ -149,7 +149,7 @@ def file_entry(path: Path) -> ManifestFile:
 
 
 def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """What these ranges leave of ``size`` bytes, each from its first byte to the one after its last."""
+    """The ranges of ``size`` bytes that these ranges leave out, each from its first byte to the byte after its last."""
     position = 0
     for start, stop in (*sorted(ranges), (size, size)):
         if position < start:
@@ -158,9 +158,9 @@ def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, in
 
 
 def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], view: FileView | None = None) -> int:
-    """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last.
+    """CRC-32C of a file's bytes outside these ranges, each from its first byte to the byte after its last.
 
-    view: the file, whose small gaps are then looked at together. CheckpointError when the file ends early.
+    view: the file; its small gaps are read together. CheckpointError if the file ends early.
     """
     crc = 0
     if isinstance(path, StorePath | UploadPath):
@@ -219,8 +219,8 @@ def render_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conversion is not None:
         data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
-    # Tensors as text, of which thousands differ in names and checksums only: making objects for `json.dumps` takes four
-    # times as long.
+    # Tensors as text. Thousands differ only in names and checksums, and objects for `json.dumps` take four times as
+    # long.
     forms: dict[tuple[object, ...], str] = {}
     entries = []
     for name, tensor in manifest.tensors.items():
@@ -255,9 +255,10 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
 
 
 def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
-    """All but the tensors, and the tensors, of a manifest as written here of tensors in one chunk each; else None.
+    """A manifest without its tensors, and the tensors, if it was written here and each tensor is one chunk; else None.
 
-    What lies between a name and a checksum is parsed once for all tensors alike: half of the time of `_tensors`.
+    The text between a name and a checksum is parsed once for all tensors that are alike, which halves the time of
+    `_tensors`.
     """
     try:
         text = data.decode()
@@ -266,7 +267,7 @@ def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
         if not 0 < start <= stop:
             return None
         entries = _ENTRY(text, start, stop)
-        # Matches that are as long together as what they are searched in leave nothing out.
+        # If the matches together are as long as the searched text, they leave nothing out.
         length = sum(len(name) + len(form) for name, form, _ in entries) + len(entries) * _BESIDE
         if length != stop - start + len(", ") * bool(entries):
             return None
@@ -284,7 +285,7 @@ def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
             tensors[name] = _with_checksums(like[0], {like[1]: int(crc, 16)})
         return root, tensors
     except (ValueError, LookupError, RecursionError, CheckpointError):
-        return None  # what is wrong, the general way says
+        return None  # the general parser reports the error
 
 
 def _once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -295,7 +296,7 @@ def _once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensors(entries: Any) -> dict[str, ManifestTensor]:
-    """The tensors of a manifest; those that are alike but for their checksums are checked once."""
+    """The tensors of a manifest; tensors that differ only in their checksums are checked once."""
     tensors: dict[str, ManifestTensor] = {}
     known: dict[bytes, tuple[ManifestTensor, tuple[Box, ...]]] = {}
     for name, entry in entries.items():
@@ -303,7 +304,7 @@ def _tensors(entries: Any) -> dict[str, ManifestTensor]:
         like = None if content is None else known.get(content)
         if like is None:
             tensor = tensors[name] = _tensor(entry)
-            # With a chunk twice, checksums could not be told apart by their order.
+            # If a chunk occurred twice, the order of checksums would be ambiguous.
             if content is not None and len(known) < _MAX_ALIKE and len(tensor.chunks) == len(entry["chunks"]):
                 known[content] = tensor, tuple(tensor.chunks)
         else:
@@ -314,7 +315,7 @@ def _tensors(entries: Any) -> dict[str, ManifestTensor]:
 
 
 def _with_checksums(like: ManifestTensor, crcs: Mapping[Box, int]) -> ManifestTensor:
-    # A sixth of the time that `ManifestTensor(...)` takes, which checks what was checked before.
+    # Takes a sixth of the time of `ManifestTensor(...)`, which would repeat the checks.
     tensor = object.__new__(ManifestTensor)
     put = object.__setattr__
     put(tensor, "dtype", like.dtype)
@@ -324,9 +325,9 @@ def _with_checksums(like: ManifestTensor, crcs: Mapping[Box, int]) -> ManifestTe
 
 
 def _but_checksums(entry: Any) -> bytes | None:
-    """Bytes that two entries share only if they are alike but for checksums; None for a malformed entry."""
+    """Bytes that two entries share only if they differ at most in checksums; None for a malformed entry."""
     try:
-        # These bytes tell 1 from 1.0 and true, as keys of a dict would not. In version 2 they depend on values only.
+        # Unlike keys of a dict, these bytes distinguish 1, 1.0 and true. In version 2 they depend only on values.
         return marshal.dumps([entry["dtype"], entry["shape"], [chunk[:2] for chunk in entry["chunks"]]], 2)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
@@ -344,7 +345,7 @@ def _conversion(root: Mapping[str, Any]) -> str | None:
     if "conversion" not in root:
         return None
     text, crc = root["conversion"]
-    # Nothing else tells when this text is damaged.
+    # Nothing else detects damage to this text.
     if _crc(crc) != object_checksum(_text(text)):
         raise ValueError(f"expected another checksum for {text!r:.40}")
     return _text(text)
@@ -372,14 +373,14 @@ def _hex(crc: int) -> str:
 
 
 def _crc(value: Any) -> int:
-    # As it is written: in capitals it would be the same number, and a flipped bit would go unseen.
+    # Exactly as written: capitals would be the same number, so a flipped bit would go undetected.
     if not isinstance(value, str) or not _HEX(value):
-        raise ValueError(f"expected a checksum of 8 hexadecimal digits in small letters, got {value!r:.40}")
+        raise ValueError(f"expected a checksum of 8 hexadecimal digits in lower case, got {value!r:.40}")
     return int(value, 16)
 
 
 def _encoded(value: object) -> Iterable[bytes]:
-    """Type and content of a value, no two values alike; a NaN's bits count."""
+    """Type and content of a value, distinct for distinct values; a NaN's bits count."""
     if isinstance(value, list | tuple):
         yield b"%c%d:" % (b"t" if isinstance(value, tuple) else b"l", len(value))
         for item in value:

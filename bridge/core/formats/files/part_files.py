@@ -1,7 +1,7 @@
-"""Several writers of one checkpoint, each with files of its own: which chunks are whose, and what joins the files.
+"""Several writers of one checkpoint, each with its own files: who has which chunks, and how the files are joined.
 
 runs/step_40.tmp-5c0de1f2/              becomes step_40 when all parts are there
-  twinshard.journal                     what is converted from what, into how many parts; locked by who commits
+  twinshard.journal                     what is converted from what, into how many parts; locked by whoever commits
   twinshard.parts/                      removed once step_40 is there
     plan.json                           all pieces of all parts
     part_1/                             a part that is complete, with its manifest
@@ -32,8 +32,8 @@ PARTS_FOLDER = "twinshard.parts"
 class Share:
     """What one of several writers writes.
 
-    number: of the writer, from 1. chunks: for each tensor that it has chunks of, by the tensor's name in the writer,
-    the first and the one after the last, counted in row-major order. Objects are written by number 1.
+    number: the writer's number, from 1. chunks: for each tensor with chunks in this share, by the tensor's name in the
+    writer, the numbers of the first chunk and the one after the last, in row-major order. Writer 1 writes the objects.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Share:
             raise ValueError(f"expected a writer's number from 1, got {self.number}")
 
     def own(self, name: str, chunks: tuple[Box, ...]) -> tuple[Box, ...]:
-        """Those of a tensor's chunks that this writer writes. KeyError for a tensor of others only."""
+        """The chunks of a tensor that this writer writes. KeyError for a tensor that only other writers write."""
         first, stop = self.chunks[name]
         return chunks[first:stop]
 
@@ -69,13 +69,12 @@ def write_joint_manifest(
 
 
 def move_up(source: Path, target: Path, size: int) -> None:
-    """Move a part's file to its place in the checkpoint, or leave it there where a killed attempt has moved it.
+    """Move a part's file to its place in the checkpoint, or leave it there if a killed attempt has already moved it.
 
-    CheckpointError when the file is in neither place, or has another size in bytes.
+    CheckpointError if the file is in neither place, or has a different size in bytes.
     """
     try:
-        # A rename within one file system moves no bytes, and is done or not done: a killed attempt
-        # goes on from there.
+        # A rename within one file system moves no bytes and is atomic: the next attempt continues after a killed one.
         os.rename(source, target)
     except FileNotFoundError:
         if not target.exists():
@@ -91,7 +90,7 @@ def move_up(source: Path, target: Path, size: int) -> None:
 
 
 def _tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
-    """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
+    """The tensors of all parts, each with its chunks from all parts. CheckpointError if parts contradict each other."""
     tensors: dict[str, ManifestTensor] = {}
     chunks: dict[str, dict[Box, int]] = {}
     for manifest in manifests:

@@ -8,8 +8,8 @@
     synced     the disk has them: after every 256 MiB, at the end, and on failure     \\  sync
     noted      the journal names the chunk and the CRC-32C of its elements            /
 
-A writer that resumes an attempt asks `stored` first: a noted chunk counts only if the disk still has its elements.
-The writers of all formats keep one record; they know nothing of syncing and of the journal.
+A writer that resumes an attempt calls `stored` first: a noted chunk counts only if the disk still has its elements. The
+writers of all formats use this record, and know nothing about syncing or the journal.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bridge.core.formats.tensors.arrays import array_checksum, extend, raw_bytes
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, Elements, Fill, TensorInfo
 
 SYNC_BYTES = 256 << 20
-"""Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
+"""Data is synced to disk, and then noted in the journal, whenever this many bytes are new."""
 
 _TOGETHER = 1 << 20
-"""Small chunks that are filled with one call, in bytes: they are checked while the processor's cache has them."""
+"""Bytes of small chunks that one call fills: they are checked while they are in the processor's cache."""
 
 
 class _Slot(NamedTuple):
-    """A chunk, one of those asked for, whose elements are to be from byte `first` of the file on."""
+    """One of the requested chunks, whose elements go to the file from byte `first` on."""
 
     position: int
     info: TensorInfo
@@ -56,7 +56,7 @@ class _Slot(NamedTuple):
         return self.first + self.nbytes + self.after
 
     def goes_on(self, other: _Slot, start: int) -> bool:
-        """Whether the other one follows at once, and both with all from ``start`` on are not too much together."""
+        """Whether the other chunk follows at once, and everything from ``start`` on is small enough for one call."""
         following = other.place
         near = following.file is self.place.file and following.offset == self.stop
         return near and other.stop - start <= _TOGETHER
@@ -65,7 +65,7 @@ class _Slot(NamedTuple):
 class ChunkRecord:
     """The tensors of a checkpoint that is being written, its data files, and how far each chunk has come. Thread-safe.
 
-    path: where the checkpoint will be, for errors. failure: the error of a write that failed, None if none did.
+    path: where the checkpoint will be, for errors. failure: the error of a failed write, None if none failed.
     """
 
     def __init__(self, path: Path, journal: Journal | StoredJournal | None = None) -> None:
@@ -81,14 +81,13 @@ class ChunkRecord:
         self._written: list[tuple[str, int, int]] = []
         self._gathered: dict[int, Gathered] = {}
         self._unsynced = 0
-        # For the tables below: short, and never held while bytes are written.
+        # Protects the tables below; held briefly, and never while bytes are written.
         self._lock = threading.Lock()
         self._files: list[DataFile | UploadFile] = []
         self._entries_synced = False
         self._lost: OSError | None = None
         self._closed = False
-        # One sync at a time, apart from the lock of the tables: threads go on writing while the
-        # disk works.
+        # One sync at a time, with a separate lock: threads continue writing while the disk works.
         self._syncing = threading.Lock()
 
     def open(self, path: Path) -> DataFile | UploadFile:
@@ -105,7 +104,7 @@ class ChunkRecord:
         name, chunks = info.name, info.chunks
         with self._lock:
             self.infos[name] = info
-            # Tensors that are alike share their chunks, and the numbers of these.
+            # Tensors that are alike share their chunks and chunk numbers.
             known, numbers = self._alike.get(id(chunks), (None, {}))
             if known is not chunks:
                 numbers = {box: number for number, box in enumerate(chunks)}
@@ -117,7 +116,7 @@ class ChunkRecord:
                 self._unchecked.update((name, number) for number in self._crcs[name])
 
     def position(self, name: str, box: Box | None, sink: Sink) -> tuple[str, int]:
-        """Where a tensor begins, or the elements of a chunk; ("", 0) where its place is not known."""
+        """Where a tensor, or the elements of a chunk, begin; ("", 0) if the place is not known."""
         info = self.infos[name]
         if not info.chunks or not sink.placed:
             return "", 0
@@ -131,7 +130,7 @@ class ChunkRecord:
         if not crcs:
             return frozenset()
         for number in list(crcs):
-            # Once: chunks that this attempt has written are in the list as well, and need no second look.
+            # Only once: chunks that this attempt has written are also in the list, and need no second check.
             if (name, number) in self._unchecked:
                 self._unchecked.discard((name, number))
                 reserved = sink.place(info, number)
@@ -169,15 +168,14 @@ class ChunkRecord:
                 reserved.file.write_parts(reserved.offset, data)
             self._wrote([(name, number, crc)], reserved.length)
         except BaseException as error:
-            # The first failure is kept: from here on the checkpoint cannot be complete, and
-            # `_require_open` says why.
+            # The first failure is kept: the checkpoint can no longer be completed, and `_require_open` says why.
             self.failure = self.failure or error
             raise
 
     def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill, sink: Sink) -> list[bool]:
-        """The same for small chunks whose elements ``fill`` makes; see `CheckpointWriter.write_from`."""
+        """The same for small chunks whose elements ``fill`` writes; see `CheckpointWriter.write_from`."""
         done = [False] * len(chunks)
-        # Where a place is known only once its chunk is written, asking for it twice would leave one of them empty.
+        # If a place is known only once its chunk is written, asking for it twice would leave one place empty.
         if not sink.placed:
             return done
         batch: list[_Slot] = []
@@ -215,7 +213,7 @@ class ChunkRecord:
                 memory[at - len(before) : at] = before
                 memory[at + slot.nbytes : at + slot.nbytes + len(after)] = after
                 written.append((slot, crc))
-            # A place that nobody filled is written over when its chunk comes.
+            # An unfilled place is overwritten when its chunk arrives.
             return bool(written)
 
         claimed = [(slot.info.name, slot.number) for slot in batch]
@@ -242,7 +240,7 @@ class ChunkRecord:
             due = self._unsynced >= SYNC_BYTES
             if due:
                 self._unsynced = 0
-        # Outside of the lock: other threads write on while this one waits for the disk.
+        # Outside the lock: other threads continue writing while this thread waits for the disk.
         if due:
             self.sync()
 
@@ -255,7 +253,7 @@ class ChunkRecord:
         return self._gathered[thread]
 
     def flush(self) -> None:
-        """Bring what is written to the data files, or at least to the system's cache of them. OSError from the disk."""
+        """Flush the written data to the data files, or at least to the system's cache. OSError from the disk."""
         with self._lock:
             gathered = list(self._gathered.values())
         try:
@@ -288,7 +286,7 @@ class ChunkRecord:
         return number
 
     def _claim(self, chunks: Sequence[tuple[str, int]]) -> None:
-        """Nobody else may write these from here on."""
+        """Claim these chunks: nobody else may write them from now on."""
         with self._lock:
             for name, number in chunks:
                 if number in self._crcs[name] or (name, number) in self._claimed:
@@ -302,36 +300,34 @@ class ChunkRecord:
         return f"{self.path}: tensor {name!r}"
 
     def sync(self) -> None:
-        """Bring to disk what is written, then note it in the journal.
+        """Sync the written data to disk, then note it in the journal.
 
         OSError when the disk fails, and at every call from then on.
         """
         with self._syncing:
-            # The system tells a loss once for each open file: the next sync of the same file would succeed, and the
+            # The system reports a loss once for each open file: the next sync of the file would succeed, and the
             # journal would name chunks that the disk does not have.
             if self._lost is not None:
                 raise self._lost
-            # Chunks that are written from here on wait for the next call: this one may come too early for them.
+            # Chunks that are written from now on wait for the next call: this sync may miss them.
             with self._lock:
                 written, self._written = self._written, []
             try:
                 self.flush()
                 for file in self._files:
                     file.sync()
-                # The bytes of a file that no directory names are lost after a power cut; once is
-                # enough, as no file comes later.
+                # A power cut loses the bytes of a file that no directory names. Once is enough: no file comes later.
                 if not self._entries_synced:
                     self._sync_entries()
             except OSError as error:
                 self._lost = error
                 raise
-            # After the sync, never before: the journal names only what a resumed attempt will find
-            # on disk.
+            # After the sync, never before: the journal names only chunks that a resumed attempt will find on disk.
             if self._journal is not None and written:
                 self._journal.record(written)
 
     def _sync_entries(self) -> None:
-        """Bring to disk that the data files exist: the entries of all directories from each file up."""
+        """Sync the existence of the data files to disk: the entries of all directories from each file upwards."""
         top = self.path.parent
         files = [file for file in self._files if isinstance(file, DataFile)]
         for directory in {d for file in files for d in file.path.parents if d.is_relative_to(top)}:
@@ -351,13 +347,13 @@ class ChunkRecord:
                 )
 
     def manifest(self) -> Mapping[str, ManifestTensor]:
-        """What was written, for the manifest."""
+        """The written chunks, for the manifest."""
         return {name: ManifestTensor.of(info, self._crcs[name]) for name, info in self.infos.items()}
 
     def close(self) -> None:
-        """Close the data files. Where a failed attempt keeps them, everything written is synced and noted first."""
+        """Close the data files. If a failed attempt keeps them, everything written is synced and noted first."""
         if self._journal is not None and self._journal.kept and not self._closed:
-            # The attempt is failing already; what cannot be noted is written again by the next one.
+            # The attempt is failing already; the next attempt writes again what cannot be noted.
             with suppress(OSError):
                 self.sync()
         self._closed = True

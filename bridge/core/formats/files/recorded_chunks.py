@@ -1,4 +1,4 @@
-"""What the writers of all formats have in common: the chunks of their tensors, of which they keep one record."""
+"""The common part of all formats' writers: the chunks of their tensors, with one record of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecordedChunks(ABC):
         """Whether the writer was committed or aborted."""
 
     def position(self, name: str, box: Box | None = None) -> tuple[str, int]:
-        """Where a tensor begins, or the elements of one of its chunks; see `CheckpointWriter.position`."""
+        """Where a tensor, or the elements of one of its chunks, begin; see `CheckpointWriter.position`."""
         return self._record.position(name, box, self._sink)
 
     def chunks(self, name: str) -> tuple[Box, ...]:
@@ -43,7 +43,7 @@ class RecordedChunks(ABC):
         return self._record.infos[name].chunks
 
     def stored(self, name: str) -> frozenset[Box]:
-        """Those of `chunks(name)` that a resumed attempt has written already."""
+        """The boxes of `chunks(name)` that a resumed attempt has already written."""
         return self._record.stored(name, self._sink)
 
     def write(self, name: str, box: Box, array: Elements, *, crc: int | None = None) -> None:
@@ -56,7 +56,7 @@ class RecordedChunks(ABC):
         self._record.write(name, box, array, self._sink, crc=crc)
 
     def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill) -> Sequence[bool]:
-        """Store some of `chunks(name)`, small ones, as ``fill`` makes them; see `CheckpointWriter.write_from`."""
+        """Store some small chunks of `chunks(name)`, which ``fill`` writes; see `CheckpointWriter.write_from`."""
         self._require_open()
         return self._record.write_from(chunks, fill, self._sink)
 
@@ -72,18 +72,18 @@ class RecordedChunks(ABC):
 
 
 class FlatWriter(RecordedChunks, CommitOrAbort):
-    """A writer whose names join a tree path by ".", and whose checkpoint appears by one renaming."""
+    """A writer whose names join a tree path by ".", and whose checkpoint appears by one rename."""
 
     _directory: WorkingDirectory | StoreFolder
     _alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo]
 
     @abstractmethod
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
-        """Store a value that is no tensor."""
+        """Store a value that is not a tensor."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Write what is to be written after the last chunk."""
+        """Write everything that follows the last chunk."""
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
@@ -94,7 +94,7 @@ class FlatWriter(RecordedChunks, CommitOrAbort):
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
 
-        CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
+        CheckpointError if chunks are missing, FileExistsError if something has appeared at the path meanwhile.
         """
         try:
             self._require_open()
@@ -127,7 +127,7 @@ class FlatWriter(RecordedChunks, CommitOrAbort):
         *,
         whole: bool,
     ) -> TensorInfo:
-        """A tensor with its chunks. whole: the wished-for chunk shape has no effect, as a tensor lies in one piece."""
+        """A tensor with its chunks. whole: the requested chunk shape has no effect, as tensors are in one piece."""
         shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
         wish = None if chunk_shape is None else tuple(chunk_shape)
         like = self._alike.get((shape, dtype, wish))
@@ -143,5 +143,5 @@ class FlatWriter(RecordedChunks, CommitOrAbort):
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
             like = self._alike[shape, dtype, wish] = TensorInfo(name, path, shape, dtype, chunks)
-        # A third of the time, and a model has thousands of tensors alike.
+        # Takes a third of the time, and a model has thousands of tensors that are alike.
         return like.named(name, path)

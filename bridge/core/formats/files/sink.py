@@ -1,4 +1,4 @@
-"""What a format says of the chunks that its writer stores: where each goes, and which bytes go there."""
+"""A format's storage of chunks: where each chunk goes, and which bytes go there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 class Sink(Protocol):
-    """How a format stores a chunk: where, and which bytes stand around its elements. Used by several threads.
+    """How a format stores a chunk: where, and which bytes surround its elements. Used by several threads.
 
     placed: whether the places of all chunks are known before any is written.
     """
@@ -37,18 +37,18 @@ class Sink(Protocol):
         """The bytes that fill the place, in parts. parts: the elements as uint8 arrays; crc: their CRC-32C."""
 
     def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
-        """How many bytes `around` gives, before and after; None where a chunk is not stored as its elements alone."""
+        """How many bytes `around` gives, before and after; None if a chunk is not stored as its plain elements."""
 
     def around(
         self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
     ) -> tuple[bytes, bytes]:
-        """As `encode`, but only what stands before and after the elements. sums: of these, the CRC-32C at least."""
+        """Like `encode`, but only the bytes around the elements. sums: the elements' checksums, a CRC-32C at least."""
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
-        """The elements of the chunk in bytes read from its place; None if these do not hold a whole chunk."""
+        """The elements of the chunk, from bytes read at its place; None if the bytes are not a whole chunk."""
 
     def remembered(self, info: TensorInfo, number: int) -> int:
-        """What the sink knows of a chunk from its elements, and has to know of one that is in a store already."""
+        """Facts that the sink learned from a chunk's elements, and needs for a chunk that is in a store already."""
 
     def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
-        """Take over what an earlier attempt's sink remembered."""
+        """Take over the facts that an earlier attempt's sink remembered."""

@@ -1,1 +1,1 @@
-"""What flax.serialization writes, read in parts and without flax."""
+"""Files of flax.serialization, read in parts and without flax."""

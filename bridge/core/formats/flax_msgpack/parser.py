@@ -1,4 +1,4 @@
-"""msgpack as flax writes it: a tree of maps whose arrays stay in the file, found by reading lengths alone.
+"""msgpack as flax writes it: a tree of maps. Arrays stay in the file, and are found by reading only lengths.
 
 map  { "params": map { "kernel": ext 1 [ [3, 4], "float32", bin 48 bytes ] }, "step": 7 }
 ext 1, 3    an array, a scalar of NumPy: msgpack of (shape, dtype, bytes in row-major order)
@@ -22,7 +22,7 @@ CHUNKED: Final = "__msgpack_chunked_array__"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 
 Read = Callable[[int, int], bytes]
-"""Reads bytes [start, stop) of the file; fewer where it ends."""
+"""Reads bytes [start, stop) of the file; fewer at its end."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Parser:
                 return self.blob(count)
             case "extension":
                 return self.extension(count)
-        self.refuse(f"byte {code:#04x} at {self.at - 1} begins no value")
+        self.refuse(f"byte {code:#04x} at {self.at - 1} does not begin a value")
 
     def text(self, count: int) -> str:
         try:
@@ -116,7 +116,7 @@ class _Parser:
 
     def blob(self, count: int) -> bytes:
         if count > _MAX_TEXT:
-            self.refuse(f"a text or bytes of {count} bytes are outside of an array, at byte {self.at}")
+            self.refuse(f"text or bytes of length {count} are not in an array, at byte {self.at}")
         return self.take(count)
 
     def array(self, count: int, depth: int) -> list[object]:
@@ -125,17 +125,17 @@ class _Parser:
     def map(self, count: int, depth: int) -> dict[str, object]:
         content: dict[str, object] = {}
         for _ in range(self._counted(count)):
-            # No map as a key: maps in keys of maps in keys would go as deep as they like.
+            # No map as a key: keys could contain maps with such keys again, to any depth.
             key = self.value(max(depth + 1, _MAX_DEPTH))
             if not isinstance(key, str | int) or isinstance(key, bool):
                 self.refuse(f"a key before byte {self.at} is neither text nor a number")
             if str(key) in content:
-                self.refuse(f"the key {str(key)!r:.200} is there twice in one map")
+                self.refuse(f"the key {str(key)!r:.200} occurs twice in one map")
             content[str(key)] = self.value(depth + 1)
         return content
 
     def _counted(self, count: int) -> int:
-        # Each value takes a byte at least: a list is not begun that cannot be there.
+        # Each value takes at least one byte: a list that cannot fit in the file is refused at once.
         if count > self._stop - self.at:
             self.missing(count, "values")
         return count
@@ -159,7 +159,7 @@ class _Parser:
                 self.refuse("a complex number is not a pair of numbers")
             content = complex(*map(float, parts))
         else:
-            self.refuse(f"an extension of type {code} is none of flax's, before byte {self.at}")
+            self.refuse(f"extension type {code} is not one of flax's types, before byte {self.at}")
         if self.at != self._stop:
             self.refuse(f"an array or number ends at byte {self.at} of {self._stop}")
         self._stop, self._inside = outer, False
@@ -175,7 +175,7 @@ class _Parser:
             or not all(type(n) is int and n >= 0 for n in shape)
         ):
             self.refuse(f"the shape before byte {self.at} is not a list of at most {_MAX_DEPTH} numbers")
-        # Early versions of flax, and msgpack without use_bin_type, have bytes for text.
+        # Early versions of flax, and msgpack without use_bin_type, write bytes for text.
         name = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
         if not isinstance(name, str):
             self.refuse(f"the dtype before byte {self.at} is not text")

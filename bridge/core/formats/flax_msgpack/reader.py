@@ -1,9 +1,9 @@
-"""Reads what flax.serialization writes, region by region: one file, or the shards of a Hugging Face model.
+"""Reads files of flax.serialization, region by region: one file, or the shards of a Hugging Face model.
 
-Opening goes through the file from one length to the next, and looks at no element. Names are paths joined by "/".
+Opening walks through the file from one length to the next, and reads no element. Names are paths joined by "/".
 
-flax writes lists and tuples as maps with the keys "0", "1", ...: so does it with a dict that has these keys. In an
-optimizer's state they are positions, as in the tuples of optax, but for those in the part of a path that is a weight's:
+flax writes lists and tuples as maps with the keys "0", "1", ..., and a dict with such keys looks the same. In optimizer
+state these keys are positions, as in optax's tuples, except in the part of a path that belongs to a weight:
 
     opt_state/0/mu/blocks/0/kernel         ("opt_state", 0, "mu", "blocks", "0", "kernel")    params/blocks/0/kernel
 """
@@ -47,7 +47,7 @@ _UNREADABLE: Final = np.dtype(np.uint8)
 class Pieces:
     """An array whose elements are in one or several pieces of the file, in row-major order.
 
-    places: first byte and number of bytes of each piece. unreadable: the dtype, where it is none of ORBAX_DTYPES.
+    places: first byte and number of bytes of each piece. unreadable: the dtype, if it is not in ORBAX_DTYPES.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Pieces:
 
 
 def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
-    """Each leaf with its path: Pieces of an array, or another value. CheckpointError when the root is no map."""
+    """Each leaf with its path: Pieces of an array, or another value. CheckpointError if the root is not a map."""
     if not isinstance(root, dict):
         raise CheckpointError(f"{what}: expected a tree with keys, found {type(root).__name__}")
     walked = list(_walk(root, (), what))
@@ -121,7 +121,7 @@ def _pieces(arrays: list[StoredArray], shape: tuple[int, ...], where: str) -> Pi
         raise CheckpointError(f"{where}: expected {expected} bytes for {name} {shape}, got {nbytes}")
     places = tuple((array.start, array.nbytes) for array in arrays if array.nbytes)
     if dtype is None:
-        return Pieces(shape, _UNREADABLE, places, f"{name!r:.80}, which is no dtype known here")
+        return Pieces(shape, _UNREADABLE, places, f"{name!r:.80}, which is an unknown dtype")
     return Pieces(shape, dtype, places)
 
 
@@ -138,12 +138,12 @@ def _is_position(key: str) -> bool:
 
 
 OLD_ORBAX: Final = (
-    "this is a checkpoint of Orbax or T5X before 2024: a tree in msgpack, and a folder of zarr for each array. "
-    "Restore it by orbax.checkpoint.PyTreeCheckpointer (T5X's own by t5x), and save it by StandardCheckpointer"
+    "this is a checkpoint that Orbax or T5X wrote before 2024: a tree in msgpack, and a zarr folder for each array. "
+    "Restore it with orbax.checkpoint.PyTreeCheckpointer (T5X with t5x), and save it with StandardCheckpointer"
 )
 _ELSEWHERE: Final = "PLACEHOLDER://"
 _SPEC: Final = ("driver", "zarr")
-"""A leaf of T5X is how tensorstore opens its array; this is a part of that."""
+"""A leaf of T5X is the tensorstore spec of its array; this is one key of the spec."""
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -151,9 +151,9 @@ class MsgpackReader(SingleChunkReader):
     """A checkpoint of flax.serialization, opened for reading; see `CheckpointReader`. `path`: a file, an index or a
     directory.
 
-    Numbers, which flax keeps as Python has them, are arrays without dimensions of the kind "scalar", as Orbax has them.
-    None, empty containers and text are objects, and leaves of the tree. `unreadable`: by name, why a tensor can be
-    listed only. The format has no checksums. May be used by several threads.
+    Python numbers become arrays without dimensions of the kind "scalar", as in Orbax. None, empty containers and text
+    are objects, and leaves of the tree. `unreadable`: by name, why a tensor can only be listed. The format has no
+    checksums. May be used by several threads.
     """
 
     format = "msgpack"

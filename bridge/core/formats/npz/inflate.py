@@ -1,10 +1,10 @@
-"""A deflated member of a zip file, read at any place without inflating all that is before it each time.
+"""A deflated member of a zip file, readable at any place without inflating all earlier bytes each time.
 
-A first pass over the member compares its size and CRC-32, and keeps copies of the inflater every few megabytes. A read
-begins at the last copy before it.
+A first pass over the member checks its size and CRC-32, and keeps a copy of the inflater every few megabytes. A read
+begins at the last copy before its start.
 
     deflated   |........|......|..........|.......|
-    copies     0        1      2          3              every 4 MiB inflated; twice as far apart whenever 64 are kept
+    copies     0        1      2          3              every 4 MiB inflated; the distance doubles whenever 64 are kept
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MAX_COPIES: Final = 64
 
 
 class Inflated:
-    """The inflated bytes of a member whose deflated ones are [start, start + stored) of a file. Thread-safe.
+    """The inflated bytes of a member whose deflated bytes are [start, start + stored) of a file. Thread-safe.
 
-    read: the bytes of the file from one place to another. size, crc: as the directory says. CheckpointError, beginning
-    with `what`, from any method when they are not so.
+    read: gives the bytes of the file from one place to another. size, crc: from the directory. Any method raises
+    CheckpointError, beginning with `what`, if the member does not match them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Inflated:
     ) -> None:
         self._read, self._begin, self._stored = read, start, stored
         self._size, self._crc, self._what = size, crc, what
-        # Copies of the inflater, from which reading goes on, are shared by all threads.
+        # All threads share the copies of the inflater, from which reads continue.
         self._lock = threading.Lock()
         self._copies: list[tuple[int, int, Any]] = []
 
@@ -57,7 +57,7 @@ class Inflated:
         return out
 
     def head(self, stop: int) -> bytes:
-        """The first bytes, before anything is compared."""
+        """The first bytes, before size and checksum are checked."""
         return b"".join(piece for _, piece, _ in self._run(zlib.decompressobj(_RAW), 0, 0, stop))[:stop]
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -83,7 +83,7 @@ class Inflated:
                 copies, step = copies[::2], 2 * step
         if done != self._size or not inflater.eof:
             raise CheckpointError(
-                f"{self._what}: expected {self._size} bytes once inflated, got another number"
+                f"{self._what}: expected {self._size} bytes after inflating, got a different number"
             )
         if self._crc is not None and crc != self._crc:
             raise CheckpointError(
@@ -93,7 +93,7 @@ class Inflated:
         return copies
 
     def _run(self, inflater: Any, at: int, taken: int, stop: int) -> Iterator[tuple[int, bytes, int]]:
-        """Inflate from place `at` on, with `taken` bytes given to the inflater so far, until `stop` is reached."""
+        """Inflate from place `at`, after `taken` bytes have gone into the inflater, until `stop` is reached."""
         while at < stop and not inflater.eof:
             data = inflater.unconsumed_tail
             if not data:

@@ -4,9 +4,9 @@
       params/dense/kernel.npy     an array by its header; "/" separates the keys of its path
       step.npy
 
-Deflated ones are inflated in pieces (`inflate.py`).
+Deflated members are inflated in pieces (`inflate.py`).
 
-The header of a .npy file is a literal of Python, read by a parser that takes nothing else:
+The header of a .npy file is a Python literal, read by a parser that accepts nothing else:
 
     \\x93NUMPY | version | length | {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }      \\n | elements
 """
@@ -45,16 +45,16 @@ _MAX_HEADER: Final = 1 << 20
 _MAX_RANK: Final = 64
 _DESCR: Final = re.compile(r"'descr':\s*+'([<>|=][A-Za-z]\d{0,9}(?:\[\w+\])?)'", re.ASCII)
 _ORDER: Final = re.compile(r"'fortran_order':\s*+(True|False)", re.ASCII)
-# No two ways to match a text: what stands between the brackets is looked at afterwards, size by size.
+# Only one way to match a text: the sizes between the brackets are parsed afterwards, one by one.
 _SHAPE: Final = re.compile(r"'shape':\s*+\(([\d\s,L]*+)\)", re.ASCII)
 _DIM: Final = re.compile(r"\d{1,19}L?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class NpyHeader:
-    """An array in a .npy file. start: of its elements. dtype: as stored, perhaps big-endian.
+    """An array in a .npy file. start: the first byte of its elements. dtype: as stored, perhaps big-endian.
 
-    unreadable: what its elements are where that is nothing that a checkpoint holds; dtype is then as wide.
+    unreadable: a description of the elements if no checkpoint can contain them; dtype then has the same width.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ def read_npy_header(read: Callable[[int, int], bytes], what: str) -> NpyHeader:
 
 def _dtype(descr: str) -> tuple[np.dtype, str | None]:
     order, code = descr[0], descr[1:]
-    # What np.save makes of ml_dtypes' types. Only bfloat16 has two bytes; many have one, and are not told apart.
+    # How np.save writes ml_dtypes' types. Only bfloat16 has two bytes; many types have one, and are indistinguishable.
     if descr == "<V2":
         return np.dtype(ml_dtypes.bfloat16), None
     if code == "f1":
@@ -123,9 +123,9 @@ def _dtype(descr: str) -> tuple[np.dtype, str | None]:
     }
     why = named.get(code[0])
     if code == "V1":
-        why = "elements of one byte whose type NumPy does not say (float8, int4 or another of ml_dtypes)"
+        why = "one-byte elements whose type NumPy does not record (float8, int4 or another of ml_dtypes)"
     width = int(re.sub(r"\D.*", "", code[1:]) or 0) * (4 if code[0] == "U" else 1)
-    return np.dtype((np.void, max(1, min(width, 1 << 20)))), f"{why or 'of a dtype unknown here'} ({descr})"
+    return np.dtype((np.void, max(1, min(width, 1 << 20)))), f"{why or 'of an unknown dtype'} ({descr})"
 
 
 _NPY: Final = ".npy"
@@ -138,15 +138,15 @@ class _Stored:
     member: Member
     header: NpyHeader
     start: int
-    """Of the member's data in the file."""
+    """The start of the member's data in the file."""
 
 
 class NpzReader(SingleChunkReader):
     """An .npz file, opened for reading; see `CheckpointReader`. `path`: the file, or a directory with one.
 
-    Opening reads the directory and the header of each array. Arrays of pickled objects, text, dates and of elements
-    whose type NumPy does not say are listed in `unreadable`; nothing is unpickled. Big-endian numbers are turned.
-    `verify`: compare each array with its CRC-32 before a part of it is first used. May be used by several threads.
+    Opening reads the directory and the header of each array. Arrays of pickled objects, text, dates, and elements whose
+    type NumPy does not record are listed in `unreadable`; nothing is unpickled. Big-endian numbers are byte-swapped.
+    `verify`: compare each array with its CRC-32 before any part of it is used. May be used by several threads.
 
     CheckpointError for a damaged file, and for an array that does not fill its member.
     """
@@ -157,8 +157,8 @@ class NpzReader(SingleChunkReader):
         super().__init__(path, NPZ_FILES)
         if self._fileset.weight_map is not None or len(self._fileset.names) > 1:
             raise CheckpointError(
-                f"{self.path}: expected one archive of NumPy (.npz), found {len(self._fileset.names)}, which are not "
-                "joined here: give the path of one of them"
+                f"{self.path}: expected one archive of NumPy (.npz), found {len(self._fileset.names)} archives, which "
+                "Twinshard does not join: give the path of one archive"
             )
         self._verify = verify
         self._name = self._fileset.names[0]
@@ -214,7 +214,7 @@ class NpzReader(SingleChunkReader):
             )
         stored = _Stored(member, header, begin)
         if self._verify and not nbytes:
-            # No element will be read, so that nothing else would compare the header with the checksum.
+            # No element will be read, so nothing else would compare the header with the checksum.
             crc = isal_zlib.crc32(b"".join(self._whole(name, stored)))
             if crc != member.crc:
                 raise CheckpointError(

@@ -4,9 +4,9 @@
     v1                   <path>/state/_METADATA                      (before Orbax 0.12: pytree)
     CheckpointManager    <path>/<step>/<item>/_METADATA              item: default, state, params, ...
 
-A level with several candidates is an error that lists them: choosing for the user could convert the wrong step. Only
-items whose names say that each is a part of one train state, as `Composite(params=..., opt_state=...)` saves it, are
-found without being named.
+A level with several candidates is an error that lists them: a choice made for the user could convert the wrong step.
+Items are found without being named only if their names say that each is a part of one train state, as
+`Composite(params=..., opt_state=...)` saves it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEP = re.compile(r"(.+_)?\d+")
 
 
 def find_item(path: Path) -> Path:
-    """The directory that holds `_METADATA`: `path` or the only one at most two levels below it.
+    """The directory that contains `_METADATA`: `path`, or the only such directory at most two levels below it.
 
     CheckpointError when no directory has it, or several do.
     """
@@ -53,14 +53,14 @@ def find_item(path: Path) -> Path:
 
 
 def items_beside(path: Path, item: Path) -> list[str]:
-    """Names of other items of the step that `item` is in, such as JSON; none where `path` is the item itself."""
+    """Names of the other items in the step of `item`, such as JSON; none if `path` is the item itself."""
     if item == path:
         return []
     return [child.name for child in _subdirectories(item.parent) if child != item and any(child.iterdir())]
 
 
 def is_committed(path: Path, item: Path) -> bool:
-    """Whether a directory from `item` up to `path` has the file that Orbax writes last."""
+    """Whether any directory from `item` up to `path` contains the file that Orbax writes last."""
     levels = [item, *(parent for parent in item.parents if parent.is_relative_to(path))]
     return any((level / COMMIT_FILE).is_file() for level in levels)
 
@@ -129,7 +129,7 @@ def named_items(path: Path, names: Sequence[str]) -> dict[str, Path]:
 
 
 def items_of_one_state(path: Path) -> dict[str, Path]:
-    """The items at `path`, weights first, if there are several and all names say what they are; else none."""
+    """The items at `path`, weights first, if there are several and all their names are known; else none."""
     if not path.is_dir() or is_unfinished(path) or (path / TREE_FILE).is_file():
         return {}
     items = _items(path)

@@ -1,4 +1,4 @@
-"""The small files of an Orbax checkpoint, which stand beside the arrays of its items.
+"""The small files of an Orbax checkpoint, next to the arrays of its items.
 
 _CHECKPOINT_METADATA           of the step: which handler of Orbax reads each item
 commit_success.txt             of the step, and of an item that has a directory of its own
@@ -7,8 +7,8 @@ _strings.json                  text that is a leaf, by JSON pointer: {"a": {"b.c
 array_metadatas/process_0      which arrays are typed PRNG keys: their dtype, key<rbg>, is not in the data
 _sharding                      {base64 of "rngs.dropout": a sharding as JSON text}
 
-The values of a typed key are the uint32 of ``jax.random.key_data``. Stock Orbax makes keys only of leaves that it
-restores as jax.Array, for which it looks up a sharding where the caller gives none.
+The values of a typed key are the uint32 of ``jax.random.key_data``. Stock Orbax makes keys only from leaves that it
+restores as jax.Array, and looks up a sharding for such a leaf if the caller gives none.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ HANDLERS: Final = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     "v1": "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler",
 }
-"""By layout, the name by which Orbax finds what reads an item."""
+"""By layout, the name by which Orbax finds the handler that reads an item."""
 
 
 def write_step(root: Path, handlers: str | Mapping[str, str], started: int) -> None:
-    """Write what makes `root` a step, or a checkpoint of one item, the mark that it is complete last.
+    """Write the files that make `root` a step, or a checkpoint of one item; the completion mark is written last.
 
-    handlers: that of the only item, or each by the item's name. started: when, in nanoseconds of the epoch.
+    handlers: the handler of the only item, or handlers by item name. started: when, in nanoseconds of the epoch.
     """
     step = {
         "item_handlers": handlers,
@@ -64,7 +64,7 @@ def write_step(root: Path, handlers: str | Mapping[str, str], started: int) -> N
 
 
 def mark_item(item: Path) -> None:
-    """Say that an item in a directory of its own is complete."""
+    """Mark an item in its own directory as complete."""
     (item / COMMIT_FILE).write_text("This item is complete.\n")
 
 
@@ -75,9 +75,9 @@ def write_tree(
     objects: Mapping[TreePath, object],
     kinds: Mapping[TreePath, str],
 ) -> None:
-    """Write the metadata of an item beside its arrays: the tree, its strings and typed keys.
+    """Write the metadata of an item next to its arrays: the tree, its strings and typed keys.
 
-    layouts: of all arrays, objects and kinds: of leaves, each by tree path in the item. what: the item, for errors.
+    layouts: of all arrays; objects, kinds: of leaves; each by tree path in the item. what: the item, for errors.
     """
     (item / TREE_FILE).write_text(render_tree(list(layouts), objects, kinds))
     leaves = leaves_of(list(layouts), objects, kinds)
@@ -94,7 +94,7 @@ def write_tree(
 
 
 def require_key_data(what: str, leaf_kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """CheckpointError, beginning with `what`, where a tensor is to be a typed key and has not the data of one."""
+    """CheckpointError, beginning with `what`, if a tensor should be a typed key but does not have a key's data."""
     data = dtype == np.uint32 and len(shape) > 0
     if key_implementation(leaf_kind) is not None and not data:
         raise CheckpointError(
@@ -103,8 +103,8 @@ def require_key_data(what: str, leaf_kind: str, dtype: np.dtype, shape: tuple[in
 
 
 def item_entry(path: Path) -> ManifestFile:
-    """The entry of a file of an item in the manifest."""
-    # Below "d" are the nodes and values of OCDBT.
+    """The manifest's entry for a file of an item."""
+    # OCDBT's nodes and values are below "d".
     return ManifestFile(path.stat().st_size, None) if path.parent.name == "d" else file_entry(path)
 
 
@@ -117,17 +117,17 @@ def render_tree(
 ) -> str:
     """The content of `_METADATA` for arrays stored as OCDBT and zarr3.
 
-    As text, leaf by leaf: most leaves have the parent of the one before, whose keys are text already. Objects of all
-    leaves, for `json.dumps`, take three times as long. Arrays are called NumPy arrays, but for
-    numbers of Python and typed keys. Called jax.Array, they need sharding files, and restoring
-    depends on what these say. Objects that are no leaves ride in the custom metadata.
+    As text, leaf by leaf: most leaves have the same parent as the previous leaf, whose keys are text already. Making
+    objects of all leaves for `json.dumps` takes three times as long. Arrays are declared as NumPy arrays, except Python
+    numbers and typed keys. Declared as jax.Array, they would need sharding files, and restoring would depend on these
+    files. Objects that are not leaves are stored in the custom metadata.
     """
     paths = list(arrays)
     leaves = leaves_of(paths, objects, kinds)
     types = dict.fromkeys(paths, "np.ndarray")
     types |= {path: _value_type(key_type) for path, key_type in kinds.items() if path in types} | leaves
     children = _children(types)
-    # A list position that has no predecessor (it is an object, say) makes stock Orbax fail: such lists become dicts.
+    # A list position without a predecessor (if that is an object) makes stock Orbax fail: such lists become dicts.
     lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
     texts: dict[TreePath, str] = {(): ""}
     values = {
@@ -167,7 +167,7 @@ def _children(paths: Iterable[TreePath]) -> dict[TreePath, set[str | int]]:
         for depth in range(len(path) - 1, -1, -1):
             parent = path[:depth]
             if parent in children:
-                # So are those above.
+                # Then its parents are known, too.
                 children[parent].add(path[depth])
                 break
             children[parent] = {path[depth]}
@@ -209,7 +209,7 @@ STRINGS_FILE = "_strings.json"
 
 
 def find_strings(content: object, paths: Iterable[TreePath], what: str) -> dict[TreePath, str]:
-    """The texts of these leaves. CheckpointError, beginning with `what`, for one that is not there."""
+    """The texts of these leaves. CheckpointError, beginning with `what`, if one is missing."""
     texts: dict[TreePath, str] = {}
     for path in paths:
         value = content
@@ -224,7 +224,7 @@ def find_strings(content: object, paths: Iterable[TreePath], what: str) -> dict[
 
 
 def render_strings(strings: Mapping[TreePath, str], what: str) -> Json:
-    """The content of the file. CheckpointError, beginning with `what`, for a leaf in the place of another."""
+    """The content of the file. CheckpointError, beginning with `what`, if a leaf has the place of another leaf."""
     content: dict[str, Json] = {}
     for path, text in strings.items():
         container = content
@@ -239,19 +239,19 @@ def render_strings(strings: Mapping[TreePath, str], what: str) -> Json:
                 container[last] = text
                 continue
         raise CheckpointError(
-            f"{what}: leaf {leaf_name(path)!r}: expected a name whose place in {STRINGS_FILE} is free, but a part of "
-            "it up to a '/' is the name of another text: rename one of them"
+            f"{what}: leaf {leaf_name(path)!r}: expected a name whose place in {STRINGS_FILE} is free, but its part "
+            "before a '/' is the name of another text: rename one of the two"
         )
     return content
 
 
 def _pointer(path: TreePath) -> list[str]:
-    # Orbax takes the name as it is for a pointer, in which "~" is a mark.
+    # Orbax uses the name unchanged as a JSON pointer, in which "~" is an escape character.
     return [token.replace("~1", "/").replace("~0", "~") for token in storage_key(path).split("/")]
 
 
 _FOLDER = "array_metadatas"
-# On every device, of which there may be any number: NumPy takes -1 for as many as there are.
+# Replicated on every device, whatever their number: NumPy takes -1 for as many as there are.
 _EVERYWHERE = {
     "sharding_type": "NamedSharding",
     "shape": [-1],
@@ -263,7 +263,7 @@ _EVERYWHERE = {
 def read_keys(item: Path) -> Mapping[str, str]:
     """The implementation of every typed key, by the name of its array in the store.
 
-    CheckpointError for a file of array metadata that is no JSON.
+    CheckpointError for a file of array metadata that is not JSON.
     """
     implementations: dict[str, str] = {}
     folder = item / _FOLDER
@@ -278,9 +278,9 @@ def read_keys(item: Path) -> Mapping[str, str]:
 
 
 def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLayout]) -> None:
-    """Write what makes stock Orbax restore typed keys.
+    """Write the files that make stock Orbax restore typed keys.
 
-    keys: implementations, by the names of the arrays in the store; nothing is written where there are none.
+    keys: implementations, by the names of the arrays in the store; nothing is written if there are none.
     """
     if not keys:
         return
@@ -297,13 +297,13 @@ def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLa
     ]
     (item / _FOLDER).mkdir(exist_ok=True)
     (item / _FOLDER / "process_0").write_text(json.dumps({_FOLDER: described}))
-    # Of all arrays: where the file is there, Orbax expects any in it that is to be a jax.Array.
+    # For all arrays: if the file exists, Orbax expects every jax.Array in it.
     shardings = {base64.urlsafe_b64encode(name.encode()).decode(): json.dumps(_EVERYWHERE) for name in arrays}
     (item / "_sharding").write_text(json.dumps(shardings))
 
 
 def _keys(content: Any) -> Iterator[tuple[str, str]]:
-    """What is made otherwise than Orbax makes it speaks of no key: nothing else of these files is needed."""
+    """An entry in another form than Orbax's is not about a key, and nothing else in these files is needed."""
     listed = content.get(_FOLDER) if isinstance(content, dict) else None
     for entry in listed if isinstance(listed, list) else ():
         array = entry.get("array_metadata") if isinstance(entry, dict) else None

@@ -1,7 +1,7 @@
-"""Write an Orbax step whose state is in several items: each is what is below one key of the tree.
+"""Write an Orbax step whose state is in several items: each item contains everything below one key of the tree.
 
     <path>/{_CHECKPOINT_METADATA, commit_success.txt}
-    <path>/params/{_METADATA, commit_success.txt, manifest.ocdbt, d/*}         params/kernel is its kernel
+    <path>/params/{_METADATA, commit_success.txt, manifest.ocdbt, d/*}         its kernel is params/kernel
     <path>/opt_state/{_METADATA, ...}
 
 Stock Orbax restores it by `CheckpointManager` with `args.Composite(params=..., opt_state=...)`. The items appear
@@ -95,8 +95,7 @@ class _Stores:
 class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
     """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
 
-    CheckpointError for names that are no directory's, or for a leaf that is below none of them. Each item gets a
-    manifest of its own.
+    CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item has a manifest.
     """
 
     format = "orbax"
@@ -114,7 +113,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self.path = self._directory.path
         self._started = time.time_ns()
         self._claims = Claims(str(self.path))
-        # As in `OrbaxWriter`: claims, record and store have to agree on the order of declarations.
+        # As in `OrbaxWriter`: claims, record and store must agree on the order of declarations.
         self._lock = threading.Lock()
         self._ended = False
         try:
@@ -165,7 +164,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
             item.objects[leaf[1:]] = value
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
+        """Declare what leaves are for stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
         for key, item in self._items.items():
             for path in (*item.layouts, *item.objects):
@@ -179,9 +178,9 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                 item.kinds[path] = leaf_kind
 
     def commit(self) -> None:
-        """Let the checkpoint appear under its name; on any error nothing is left behind.
+        """Make the checkpoint appear under its name; on any error, leave nothing behind.
 
-        CheckpointError unless every box was written, and where an item has no leaf.
+        CheckpointError if a box was not written, or an item has no leaf.
         """
         try:
             self._require_open()
@@ -194,7 +193,8 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                 with explain(f"{self.path}: cannot finish the array store of {name}"):
                     item.directory.mkdir(exist_ok=True)
                     item.store.finish(self._record.sync)
-                # What is implied in the whole tree need not be in an item, whose root may be the list of a chain.
+                # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a
+                # chain.
                 implied = implied_kinds(
                     ((name, *path) for path in item.layouts),
                     {(name, *path): value for path, value in item.objects.items()},
@@ -225,14 +225,14 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
     def _item_of(self, leaf: TreePath) -> _Item:
         name = str(leaf[0])
         if name == LEAVES[0] and name not in self._items:
-            # What a conversion notes of its own: nobody can be asked to name it.
+            # Notes that a conversion adds itself: users cannot be asked to name an item for them.
             self._items[name] = self._new_item(name)
         item = self._items.get(name)
         if item is None or len(leaf) < 2:
             raise CheckpointError(
-                f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), got "
-                f"another: name an item for its first key{' with more below it' if len(leaf) < 2 else ''}, or leave it "
-                "out (--drop)"
+                f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), "
+                "got a leaf elsewhere: name an item after its first "
+                f"key{', with more keys below it' if len(leaf) < 2 else ''}, or leave the leaf out (--drop)"
             )
         return item
 
@@ -240,7 +240,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
         tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
         files = {}
-        # An attempt that was killed while it committed may have left its manifest.
+        # An attempt that was killed during its commit may have left its manifest.
         others = (JOURNAL_FILE, MANIFEST_FILE)
         for path in sorted(p for p in item.directory.rglob("*") if p.is_file() and p.name not in others):
             files[str(path.relative_to(item.directory))] = item_entry(path)

@@ -1,7 +1,7 @@
 """Parts of an Orbax checkpoint, each an OCDBT store `ocdbt.process_K`, and the checkpoint that joins them.
 
-The joining process is number 0 and writes no chunk; parts are numbered from 1. The joint store refers to the files of
-all, as when several processes of stock Orbax save one checkpoint.
+The joining process has number 0 and writes no chunk; parts are numbered from 1. The joint store refers to the files of
+all parts, as when several processes of stock Orbax save one checkpoint.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
             raise
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
-        """Nothing: whoever joins the parts writes the objects."""
+        """Does nothing: the process that joins the parts writes the objects."""
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Nothing: whoever joins the parts notes them."""
+        """Does nothing: the process that joins the parts notes them."""
 
     def commit(self) -> None:
-        """Check that every chunk of the share was written, and let the part appear; on failure, leave nothing."""
+        """Check that every chunk of the share was written, and make the part appear; on failure, leave nothing."""
         try:
             self._require_open()
             self._record.require_complete()
@@ -62,9 +62,9 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
 
 
 class OrbaxJoin(OrbaxWriter):
-    """The checkpoint of some parts. Declare all tensors and objects, then commit; `write` is for the parts.
+    """The checkpoint made of some parts. Declare all tensors and objects, then commit; only the parts use `write`.
 
-    The same again after a kill at any moment.
+    After a kill at any moment, do the same again.
     """
 
     def __init__(
@@ -75,23 +75,22 @@ class OrbaxJoin(OrbaxWriter):
         self._conversion = conversion
 
     def commit(self, processes: Sequence[int] = ()) -> None:
-        """Join the stores of all parts, check that every chunk is there, and let the checkpoint appear."""
+        """Join the stores of all parts, check that every chunk is there, and make the checkpoint appear."""
         try:
-            # What a killed attempt has joined, and has listed.
+            # The joint index and the manifest of a killed attempt.
             (self._item / MANIFEST).unlink(missing_ok=True)
             (self._item / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(self._item / "d", ignore_errors=True)
             for number, part in enumerate(self._parts, 1):
                 store, target = process_store(part, number), process_store(self._item, number)
                 if store.exists():
-                    # A rename, not a copy: the joined index refers to the stores by paths, and
-                    # bytes stay where they are.
+                    # A rename, not a copy: the joint index refers to the stores by path, and bytes stay where they are.
                     os.rename(store, target)
                 elif not target.exists():
                     raise CheckpointError(
                         f"{store}: expected the store of a part, found none: remove {part}, and write this part again"
                     )
-                # The commit removes the one of the two that it reads.
+                # The commit removes the file that it reads, one of these two.
                 shutil.copyfile(manifest_part(part, number), manifest_part(self._item, number))
         except BaseException:
             self.abort()

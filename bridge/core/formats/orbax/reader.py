@@ -2,11 +2,11 @@
 
 A region is read chunk by chunk:
 
-    raw chunk                         read from the file, only what is wanted
+    raw chunk                         read from the file, only the wanted bytes
     other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
-    other chunk partly inside         decoded whole and kept until another is needed: the next region often wants it
+    other chunk partly inside         decoded whole and kept until another is needed: the next region often needs it
 
-Chunks with a CRC-32C are verified: raw ones by `raw_chunks.py`, when first touched, others by tensorstore.
+Chunks with a CRC-32C are verified: raw chunks by `raw_chunks.py` when first touched, other chunks by tensorstore.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from bridge.core.formats.tensors.leaves import key_kind
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 
 _IN_FLIGHT = 64 << 20
-# tensorstore ends the process when it gets no memory for what it reads whole.
-_MAX_MANIFEST = 64 << 20  # of OCDBT: it names roots, not arrays
+# tensorstore aborts the process if it gets no memory for data that it reads whole.
+_MAX_MANIFEST = 64 << 20  # OCDBT's: it names roots, not arrays
 _MAX_METADATA = 256 << 20  # of all arrays together
 _FREE_CHUNK = 64 << 20
 _DESCRIPTIONS = (b"/.zarray", b"/zarr.json")
-_STORED_PER_BYTE = 64  # shards of tiny chunks have an index of 16 bytes for each
+_STORED_PER_BYTE = 64  # shards of tiny chunks have an index with 16 bytes per chunk
 
 
 class OrbaxReader(ClosedAtEnd):
@@ -81,7 +81,7 @@ class OrbaxReader(ClosedAtEnd):
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
     `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `tensors/leaves.py`.
-    verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
+    verify: check the CRC-32C of a raw chunk before its bytes are used, which reads the whole chunk once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.
     """
@@ -104,7 +104,8 @@ class OrbaxReader(ClosedAtEnd):
             )
         if beside := items_beside(self.path, self._item):
             warn_caller(
-                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays"
+                f"{self._item.parent} also contains {', '.join(beside)}, which is not read: only the item with arrays "
+                "is read"
             )
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
@@ -166,7 +167,7 @@ class OrbaxReader(ClosedAtEnd):
         return out
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """A block of one raw chunk where it is; see `CheckpointReader.lend`."""
+        """A block of one raw chunk, without moving it; see `CheckpointReader.lend`."""
         layout = self._layouts[name]
         index = tuple(map(floordiv, box.offsets, layout.chunk))
         first = tuple(map(mul, index, layout.chunk))
@@ -179,7 +180,7 @@ class OrbaxReader(ClosedAtEnd):
             return None if loan is None else replace(loan, crc=compare(loan.array))
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of arrays that are one raw shard; see `CheckpointReader.read_into`."""
+        """Whole arrays that are one raw shard; see `CheckpointReader.read_into`."""
         layouts = [(self._layouts[name], target) for name, target in wanted]
         return self._raw.read_into(layouts) if self._ocdbt else [None] * len(wanted)
 
@@ -189,7 +190,7 @@ class OrbaxReader(ClosedAtEnd):
 
     @property
     def left_alone(self) -> Mapping[str, str]:
-        """What of the checkpoint is not read, by name, with the reason: other items, arrays, folders of processes."""
+        """What is not read of the checkpoint, by name, with the reason: other items, arrays, folders of processes."""
         arrays = sorted(key.rpartition(b"/")[0].decode(errors="replace") for key in self._unnamed)
         return {
             **{f"{name}/": "an item that is not read" for name in items_beside(self.path, self._item)},
@@ -220,7 +221,7 @@ class OrbaxReader(ClosedAtEnd):
                 out[part.slices(box)] = read.result()
 
     def _decode(self, name: str, index: tuple[int, ...], chunk: Box) -> np.ndarray:
-        """A whole chunk, which stays decoded until another one is asked for."""
+        """A whole chunk, which stays decoded until another chunk is requested."""
         with self._lock:
             if self._decoded is None or self._decoded[0] != (name, index):
                 self._decoded = None  # before the next one is decoded: memory for one chunk, not two
@@ -228,8 +229,8 @@ class OrbaxReader(ClosedAtEnd):
             return self._decoded[1]
 
     def _array(self, name: str, boxes: Iterable[Box]) -> ts.TensorStore:
-        """The array, of which these boxes will be read. MemoryError when a chunk is larger than any memory there is."""
-        # tensorstore ends the process when it gets no memory; NumPy raises.
+        """The array from which these boxes will be read. MemoryError if a chunk is larger than the memory."""
+        # tensorstore aborts the process if it gets no memory; NumPy raises an error.
         layout = self._layouts[name]
         np.empty(layout.chunk_bytes, np.uint8)
         if layout.packing is not None:
@@ -288,7 +289,7 @@ class OrbaxReader(ClosedAtEnd):
         described = [metadata_key(key, zarr3=tree.use_zarr3) for key in stored_as]
         with explain(f"{self._item}: cannot list the array store"):
             if self._ocdbt:
-                # Before tensorstore looks at the keys: of a hostile tree there may be any number.
+                # Before tensorstore reads the keys: a hostile tree may have any number of keys.
                 self._places, self._inline = values_in_ocdbt(self._item, str(self._item))
             present = self._keys()
             places = self._places if self._ocdbt else None
@@ -304,7 +305,7 @@ class OrbaxReader(ClosedAtEnd):
         layouts: dict[str, ArrayLayout] = {}
         alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
-        # One text and one object for all arrays, of which there may be many thousands.
+        # One text and one object for all arrays: there may be many thousands of arrays.
         item, part = str(self._item), one_part("")
         for part.name, key, metadata in zip(names, stored_as, described, strict=True):
             with part:
@@ -317,11 +318,11 @@ class OrbaxReader(ClosedAtEnd):
                 else:
                     data = _parse_json(value, f"{what}: {metadata}")
                     layout = parse_array(key, data, zarr3=tree.use_zarr3, what=what, inner=inner)
-                    # Whether inner chunks are read one by one depends on how many the arrays before have.
+                    # Whether inner chunks are read one by one depends on the number that earlier arrays have.
                     if not layout.num_inner:
                         alike[value] = layout
                 inner -= layout.num_inner
-                # Counted first: a hostile shape may have more chunks than can be listed.
+                # Counted first: a hostile shape may imply more chunks than can be listed.
                 missing = (
                     next((chunk for chunk in layout.stored_keys() if chunk.encode() not in present), None)
                     if layout.num_stored <= len(present)
@@ -342,7 +343,7 @@ class OrbaxReader(ClosedAtEnd):
         return layouts
 
     def _find_values(self) -> StoredValues:
-        """Where the chunks are that are read here, at least in part."""
+        """The places of the chunks that are read here, at least in part."""
         mapped = [
             layout
             for layout in self._layouts.values()
@@ -367,7 +368,7 @@ class OrbaxReader(ClosedAtEnd):
 
     def _read_values(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Small values, all at once."""
-        # tensorstore, which checked the nodes that these are from, takes 60 us to look one of them up again.
+        # tensorstore has checked the nodes that contain these values, and takes 60 us to look up one value again.
         values = {key: self._inline[key] for key in keys if key in self._inline}
         left = [key for key in keys if key not in values]
         if self._store is not None:

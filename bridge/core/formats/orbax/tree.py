@@ -1,17 +1,17 @@
 """The JSON half of an Orbax item: `_METADATA` says which leaves the tree has; arrays are stored by leaf name.
 
     path ("params", "layers", 0, "scale")      tree path: str = mapping key, int = list position
-    name "params/layers/0/scale"               how this package calls the leaf
-    key  "params.layers.0.scale"               how Orbax calls its array in the store
+    name "params/layers/0/scale"               this package's name for the leaf
+    key  "params.layers.0.scale"               Orbax's name for its array in the store
 
 Neither name nor key can be split again (keys may contain "." and "/"), so paths are always taken from `_METADATA`.
-Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"], where stock Orbax ignores them:
+Values that are not arrays are stored in `_METADATA` under custom_metadata["twinshard"], where stock Orbax ignores them:
 
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
 
-What JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}.
-There "positions" gives the paths of leaves in lists that also hold other things: Orbax has only lists of leaves.
+A type that JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}.
+There, "positions" gives the paths of leaves in lists that also contain other things: Orbax has only lists of leaves.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def encode_object(value: object, what: str, depth: int = 0) -> Json:
     """
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
-    # Exact types: a NumPy float or a named tuple is a subclass that would come back as something else.
+    # Exact types: a NumPy float or a named tuple is a subclass, and would be read back as a different type.
     exact = type(value) in _EXACT
     if type(value) is float and not math.isfinite(value):
-        # JSON has no such numbers, and would not tell one NaN from another.
+        # JSON has no such numbers, and would not distinguish one NaN from another.
         return {_FLOAT: struct.pack(">d", value).hex()}
     if value is None or (exact and isinstance(value, bool | int | float | str)):
         return value
@@ -80,7 +80,7 @@ def encode_object(value: object, what: str, depth: int = 0) -> Json:
 
 
 def decode_object(value: object, what: str, depth: int = 0) -> object:
-    """The inverse of `encode_object`. CheckpointError, beginning with `what`, for what it cannot have made."""
+    """The inverse of `encode_object`. CheckpointError, beginning with `what`, for values that it cannot have made."""
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def decode_object(value: object, what: str, depth: int = 0) -> object:
 
 def require_unicode(value: str, what: str) -> str:
     """The text itself; CheckpointError, beginning with `what`, for text that is not Unicode."""
-    # JSON may escape half a character alone, which no file can be given.
+    # JSON may contain half of a surrogate pair, which no file can store as text.
     if not is_unicode(value):
         raise CheckpointError(f"{what}: expected Unicode text, got {value!r:.80}")
     return value
@@ -124,7 +124,7 @@ def _decode_float(text: str, what: str) -> float:
 
 
 SEQUENCE, MAPPING = 1, 2
-"""What a key of a path is in `_METADATA`."""
+"""The type of a path's key in `_METADATA`."""
 
 
 def leaf_name(path: TreePath) -> str:
@@ -141,8 +141,8 @@ def storage_key(path: TreePath) -> str:
 class Tree:
     """`_METADATA`, checked. Each leaf of the checkpoint is in exactly one of `arrays`, `strings`, `objects`.
 
-    strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects.
-    kinds: what leaves are beyond that, see `tensors/leaves.py`. use_ocdbt: None where `_METADATA` does not say.
+    strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects. kinds:
+    special types of leaves, see `tensors/leaves.py`. use_ocdbt: None if `_METADATA` does not say.
     """
 
     arrays: tuple[TreePath, ...]
@@ -191,7 +191,7 @@ def parse_tree(data: object, what: str) -> Tree:
         kinds = {at[path]: value_type for path, value_type in kinds.items()}
         objects |= _parse_objects(custom["twinshard"], own)
     leaves = (*arrays, *strings, *objects)
-    # One by one takes four times as long, and is only needed to say which leaf is refused.
+    # Checking one by one takes four times as long, and is needed only to name the refused leaf.
     if not can_claim_all(leaves):
         claims = Claims(what)
         for path in leaves:
@@ -211,7 +211,7 @@ def parse_tree(data: object, what: str) -> Tree:
 def leaves_of(
     arrays: Iterable[TreePath], objects: Mapping[TreePath, object], kinds: Mapping[TreePath, str]
 ) -> dict[TreePath, str]:
-    """Those of the objects that are leaves of the tree, and what stock Orbax calls them.
+    """The objects that are leaves of the tree, and stock Orbax's names for their types.
 
     kinds: see `tensors/leaves.py`.
     """
@@ -220,7 +220,7 @@ def leaves_of(
 
 
 class Claims:
-    """The tree positions taken so far; refuses two leaves that any of a reader's views could not tell apart."""
+    """The tree positions taken so far; refuses two leaves that some view of a reader could not distinguish."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -243,7 +243,7 @@ class Claims:
                 f"{self._what}: expected leaf names of at most {MAX_NAME} characters, got one of {length}: "
                 f"{name[:80]!r}..."
             )
-        # Below a parent of earlier leaves nothing above is new: no leaf is there, or those would have been refused.
+        # Below a parent of earlier leaves, no position above is new: with a leaf there, those would have been refused.
         new = () if text[:-1] in self._inner else [text[:depth] for depth in range(1, len(text))]
         other = (
             self._names.get(name)
@@ -262,7 +262,7 @@ class Claims:
 
 
 def can_claim_all(paths: Sequence[TreePath]) -> bool:
-    """Whether `Claims` would take all of these leaves, whose names are Unicode besides."""
+    """Whether `Claims` would accept all of these leaves, and their names are Unicode."""
     if not all(map(is_tree_path, paths)):
         return False
     texts = [tuple(map(str, path)) for path in paths]
@@ -281,7 +281,7 @@ def can_claim_all(paths: Sequence[TreePath]) -> bool:
 
 
 def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[TreePath, TreePath]:
-    """Leaves of lists that are dicts in the tree, since something in them is no leaf, with their list positions."""
+    """Leaves, with their list positions, of lists that are stored as dicts because some element is not a leaf."""
     positions = _mapping(_mapping(data, what).get("positions", {}), f"{what}: positions")
     own_paths: dict[TreePath, TreePath] = {}
     for path in leaves:

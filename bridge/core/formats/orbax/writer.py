@@ -4,11 +4,11 @@
     item "x"      <path>/{_CHECKPOINT_METADATA, commit_success.txt, x/{_METADATA, commit_success.txt, ...}}
     layout "v1"   <path>/{_CHECKPOINT_METADATA, commit_success.txt, orbax.checkpoint, state/{_METADATA, ...}}
 
-Stock `CheckpointManager` restores steps that have items, and names one "default" unless told otherwise;
-`StandardCheckpointer` restores what is directly under the path that it is given.
+Stock `CheckpointManager` restores steps that have items, and names an item "default" unless told otherwise;
+`StandardCheckpointer` restores a tree directly under the given path.
 
-Several processes may write one checkpoint, each chunk by one of them, in a directory that all of them see. One of them
-makes an `OrbaxWriter` and tells the others its `temporary` directory, in which each of them makes an `OrbaxPart`:
+Several processes may write one checkpoint, in a directory that all of them see; each chunk is written by one process.
+One process makes an `OrbaxWriter` and tells the others its `temporary` directory, where each makes an `OrbaxPart`:
 
     process 0    OrbaxWriter(path, process=0)           write ...  finish |         | commit(processes=[0, 1])
     process 1    OrbaxPart(path, temporary, process=1)  write ...  finish | barrier |
@@ -64,8 +64,8 @@ from bridge.core.formats.tensors.gc_pause import collection_paused
 class OrbaxPart(RecordedChunks):
     """The share of one process in writing a checkpoint: every process declares all tensors, one writes each chunk.
 
-    path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
-    to write to, None where there is only one. share: which chunks this process writes, where that is decided
+    path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: the process
+    whose store is written to, None if there is only one. share: the chunks that this process writes, if decided
     beforehand. Writing is thread-safe.
     """
 
@@ -85,8 +85,7 @@ class OrbaxPart(RecordedChunks):
         self._record = ChunkRecord(path, journal)
         directory = item if process is None else process_store(item, process)
         self._sink = ChunkStore(directory, self._record.open, complete=process is None or share is not None)
-        # Tensors may be declared by several threads; claims, record and store have to agree on the
-        # order.
+        # Several threads may declare tensors; claims, record and store must agree on the order.
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}
@@ -102,9 +101,9 @@ class OrbaxPart(RecordedChunks):
         dtype: np.dtype,
         chunk_shape: Sequence[int] | None = None,
     ) -> TensorInfo:
-        """Declare a tensor; see `CheckpointWriter.add_tensor`. A wished-for chunk above 32 MiB is cut into slabs.
+        """Declare a tensor; see `CheckpointWriter.add_tensor`. A requested chunk above 32 MiB is cut into slabs.
 
-        CheckpointError when the leaf collides with an earlier one, also only in Orbax's store ("a.b" and "a", "b").
+        CheckpointError if the leaf collides with an earlier one, even if only in Orbax's store ("a.b" and "a", "b").
         """
         self._require_open()
         leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
@@ -120,7 +119,7 @@ class OrbaxPart(RecordedChunks):
             info = TensorInfo(name, leaf, shape, dtype, boxes)
             self._alike[shape, dtype, wish] = array, info
         else:
-            # A third of the time, and a model has thousands of tensors alike.
+            # Takes a third of the time, and a model has thousands of tensors that are alike.
             array, info = like[0].named(storage_key(leaf)), like[1].named(name, leaf)
         own = None if self._share is None else self._share.own(name, info.chunks)
         if own is not None:
@@ -133,7 +132,7 @@ class OrbaxPart(RecordedChunks):
         return info
 
     def finish(self) -> None:
-        """Commit what this process wrote to disk."""
+        """Commit this process's writes to disk."""
         self._require_open()
         with explain(f"{self.path}: cannot finish the array store"):
             self._sink.finish(self._record.sync)
@@ -143,7 +142,7 @@ class OrbaxPart(RecordedChunks):
                 manifest_part(self._item, self._process).write_bytes(render_manifest(part))
 
     def abort(self) -> None:
-        """Forget what is not on disk yet. Does nothing after commit or abort."""
+        """Drop everything that is not on disk yet. Does nothing after commit or abort."""
         if not self._ended:
             self._ended = True
             self._record.close()
@@ -157,12 +156,11 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     """A new Orbax checkpoint; see `CheckpointWriter`. Writing is thread-safe.
 
     Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
-    objects ride in `_METADATA`. Tree paths keep list positions where all of 0, 1, ..., n-1 are there, else they become
-    dict keys. A checkpoint without any leaf is refused at commit, as stock Orbax could not read it.
+    objects are stored in `_METADATA`. Tree paths keep list positions if all of 0, 1, ..., n-1 exist; otherwise they
+    become dict keys. Commit refuses a checkpoint without any leaf, as stock Orbax could not read it.
 
-    process: this process's number where several write; see the module docstring. item: the directory below `path` for
-    the arrays, none by default; ValueError for a name that is no directory's, or for a name in layout v1, which has its
-    own.
+    process: this process's number if several write; see the module docstring. item: the directory below `path` for the
+    arrays, none by default; ValueError for a name that cannot name a directory, or for any name in layout v1.
     """
 
     format = "orbax"
@@ -199,7 +197,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     @property
     def temporary(self) -> Path:
-        """The directory that becomes the checkpoint. Files that are still in it on commit are a part of it."""
+        """The directory that becomes the checkpoint. Files that are in it at commit become a part of the checkpoint."""
         return self._directory.temporary
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
@@ -212,7 +210,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             self._objects[leaf] = value
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
+        """Declare what leaves are for stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
         for name, leaf_kind in kinds.items():
             info = self._record.infos.get(name)
@@ -222,10 +220,10 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     @collection_paused()
     def commit(self, processes: Sequence[int] = ()) -> None:
-        """Let the checkpoint appear under its name; on any error nothing is left behind.
+        """Make the checkpoint appear under its name; on any error, leave nothing behind.
 
-        processes: all that wrote, each of which has finished; by default it is this one alone. CheckpointError unless
-        every box was written, and by one process, and every chunk is then found in the store.
+        processes: all processes that wrote, each of which must have finished; by default only this one. CheckpointError
+        unless every box was written by exactly one process, and every chunk is then found in the store.
         """
         try:
             self._require_open()
@@ -253,8 +251,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         self._directory.abort()
 
     def _require_stored(self, processes: Sequence[int]) -> None:
-        """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
-        # What goes to a store can be read once it is there, and not before.
+        """Look for every key in the store itself, with a fresh context: no cached data, only what is on disk."""
+        # Data that goes to an object store can be read only once it is there.
         if not self._layouts or isinstance(self._item, UploadPath):
             return
         with explain(f"{self.path}: cannot list the array store"):
@@ -263,7 +261,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         missing = "was written but is not stored"
         if processes:
             missing = f"is stored by none of processes {list(processes)}"
-        # All keys at once first; one by one takes four times as long, and is only needed to name the first that lacks.
+        # All keys at once first; one by one takes four times as long, and is needed only to name the first missing key.
         layouts = self._layouts.values()
         keys = chain(
             (metadata_key(layout.key, zarr3=True) for layout in layouts),
@@ -309,7 +307,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         root = self._directory.temporary
         files = {}
         for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
-            # What stands beside the item's own files, and what an attempt left that was killed while it committed.
+            # Files next to the item's own files, and files of an attempt that was killed during its commit.
             if path.relative_to(root).parts[0] in (PARTS_FOLDER, MANIFEST_FILE) or is_companion(path.name):
                 continue
             files[str(path.relative_to(root))] = item_entry(path)

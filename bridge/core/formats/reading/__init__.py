@@ -1,1 +1,1 @@
-"""How a source's files are found and read: regular files only, into memory of our own, with limits."""
+"""Finding and reading a source's files: only regular files, read into our own memory, with limits."""

@@ -1,4 +1,4 @@
-"""Which files make up a model: one, or several by an index or by the numbers in their names, and small ones beside.
+"""Which files make up a model: one, or several by an index or by numbers in their names, and small files next to them.
 
 weights.pt                               one file, whatever its name
 model/pytorch_model.bin                  the usual name, or the only such file of the directory
@@ -9,9 +9,9 @@ model/pytorch_model.bin.index.json       Hugging Face shards: the index says whi
 Numbers in names:
 
 model-00001-of-00002.safetensors    part 1 of 2, whose tensors are in no other part; counted from 1, or from a part 0 on
-model_world_size_2_rank_0.pt        rank 0 of 2, which has a piece of each tensor
+model_world_size_2_rank_0.pt        rank 0 of 2, with a piece of each tensor
 mp_rank_00_model_states.pt          rank 0 of any number; so is consolidated.00.pth
-lora_rank_8.pt, fold-1-of-5.pt      no number of a file: ranks are counted from 0, and each fold has a whole model
+lora_rank_8.pt, fold-1-of-5.pt      not a file's number: ranks are counted from 0, and each fold has a whole model
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _NAMES: Final = (
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name beside a checkpoint belongs to its model."""
+    """Whether a file of this name next to a checkpoint belongs to its model."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
 
 
 _PART: Final = re.compile(r"(?<!\d)(\d{1,9})[-_.]of[-_.](\d{1,9})(?!\d)")
 _RUN: Final = re.compile(r"(?:epoch|step|iter|fold|split|run|seed|trial|round|stage)[-_. ]?\Z", re.IGNORECASE)
-"""Before a number that counts trainings or their steps, each of which has a model of its own."""
+"""Words before a number that counts training runs or their steps, each of which has its own model."""
 _RANK: Final = re.compile(r"(?:\Aconsolidated\.|(?<![a-z])rank[_-]?)(\d{1,6})(?:_(\d{3}))?(?!\d)")
 _WORLD: Final = re.compile(r"world_size_(\d{1,6})_rank_(\d{1,6})(?!\d)")
 _RANKS_OF_A_PROGRAM: Final = re.compile(rf"\Aconsolidated\.|[a-z]p_rank_|{_WORLD.pattern}")
@@ -61,11 +61,10 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class NumberedFiles:
-    """The names that differ in their numbers alone, in the order of these.
+    """Names that differ only in their numbers, sorted by these numbers.
 
-    of_ranks: whether each has a piece of the same tensors. wrong: names whose number another one has, too, or is
-    larger than the count in the name. num_missing: how many the numbers call for that are not among the names;
-    missing: the first of these.
+    of_ranks: whether each file has a piece of the same tensors. wrong: names whose number occurs twice, or is larger
+    than the count in the name. num_missing: how many implied names are not among the names; missing: the first of them.
     """
 
     names: tuple[str, ...]
@@ -76,14 +75,14 @@ class NumberedFiles:
 
     @property
     def complete(self) -> bool:
-        """Whether every number is there, once."""
+        """Whether every number occurs exactly once."""
         return not (self.num_missing or self.wrong)
 
     @property
     def problem(self) -> str:
-        """What is wrong with the numbers; empty where they are complete."""
+        """What is wrong with the numbers; empty if they are complete."""
         if self.wrong:
-            return f"{self.wrong[0]} has a number that is there twice, or above the count"
+            return f"{self.wrong[0]} has a number that occurs twice, or exceeds the count"
         verb = "is" if self.num_missing == 1 else "are"
         return f"{first_of(self.missing, total=self.num_missing)} {verb} missing" if self.num_missing else ""
 
@@ -94,7 +93,7 @@ def is_numbered(name: str) -> bool:
 
 
 def numbered_sets(names: Iterable[str]) -> list[NumberedFiles]:
-    """The sets that these names are of; names without such a number are in none."""
+    """The sets that these names belong to; names without such a number belong to none."""
     members: dict[str, dict[str, tuple[int, ...]]] = {}
     counts: dict[str, int | None] = {}
     for name in names:
@@ -111,7 +110,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedFiles]:
 
 
 def _numbers(name: str) -> tuple[list[tuple[int, int]], int | None]:
-    """Where the numbers of a name are, and how many files there are by it."""
+    """Where the numbers of a name are, and how many files the name implies."""
     if (part := _PART.search(name)) and not _RUN.search(name, 0, part.start()):
         return [part.span(1)], int(part[2])
     if world := _WORLD.search(name):
@@ -130,7 +129,7 @@ def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bo
     sizes = [max(axis) + 1 for axis in zip(*numbers, strict=True)] if count is None else [count]
 
     def wanted() -> Iterator[tuple[int, ...]]:
-        # `itertools.product` would list each range, which a name can make as long as it likes.
+        # `itertools.product` would list each range, and a name can make a range of any length.
         for rank in range(math.prod(sizes)):
             digits = []
             for size in reversed(sizes):
@@ -157,7 +156,7 @@ def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bo
 
 
 def _with(name: str, spans: list[tuple[int, int]], texts: list[str]) -> str:
-    """A name with other texts where its numbers are."""
+    """A name with its numbers replaced by other texts."""
     for (start, stop), text in zip(reversed(spans), reversed(texts), strict=True):
         name = name[:start] + text + name[stop:]
     return name
@@ -167,7 +166,7 @@ def _with(name: str, spans: list[tuple[int, int]], texts: list[str]) -> str:
 class ModelFiles:
     """The files of a checkpoint, all in one directory.
 
-    weight_map: the index's, index: its name; None without one. of_ranks: whether each file has pieces of the tensors.
+    weight_map: from the index; index: its name; None without an index. of_ranks: whether files have pieces of tensors.
     """
 
     directory: Path
@@ -186,10 +185,10 @@ class ModelFiles:
 class FileKind:
     """How the files of a format are named.
 
-    ends: of their names. usual: names of files and indexes that come before others, in this order. beside: names of
-    other things that programs write beside a model in such files. rank: what begins the name of a file that each rank
-    wrote of its own pieces, where the format says in each where these belong. joins_ranks: whether files that only
-    their names say to be of several ranks are joined, too.
+    ends: suffixes of their names. usual: names of files and indexes that are preferred, in this order. beside: names of
+    other files with these suffixes that programs write next to a model. rank: prefix of the files that each rank wrote
+    with its own pieces, if the format records in each file where the pieces belong. joins_ranks: whether files of
+    several ranks are also joined if only their names say so.
     """
 
     ends: tuple[str, ...]
@@ -199,7 +198,7 @@ class FileKind:
     joins_ranks: bool = False
 
     def is_one(self, path: Path) -> bool:
-        """Whether a file, or an index of such files, or a directory with one, is named so."""
+        """Whether this is the name of such a file, of an index of such files, or of a directory with one."""
         if path.is_dir():
             return bool(self._candidates(path))
         return path.name.endswith((*self.ends, *(end + INDEX_END for end in self.ends)))
@@ -207,8 +206,8 @@ class FileKind:
     def find(self, path: Path) -> ModelFiles:
         """The files of the checkpoint at `path`: a file, an index or a directory.
 
-        CheckpointError when several could be meant, when names are numbered and not all of the numbers are there, and
-        when an index is malformed or names anything but files beside it.
+        CheckpointError if several could be meant, if names are numbered and some numbers are missing, and if an index
+        is malformed or names anything but files next to it.
         """
         if not path.is_dir():
             return (
@@ -221,7 +220,7 @@ class FileKind:
         files = [name for name in candidates if not name.endswith(INDEX_END)]
         usual = next((name for name in self.usual if name in candidates), None)
         if usual in files and usual + INDEX_END in indexes:
-            # The index is obeyed where it is of this file, which else comes first, as in `from_pretrained`.
+            # The index counts if it names this file; otherwise the file comes first, as in `from_pretrained`.
             listed = indexed_files(path / (usual + INDEX_END))
             return listed if listed.names == (usual,) else ModelFiles(path, (usual,))
         if usual in files:
@@ -245,9 +244,9 @@ class FileKind:
         shown = first_of(candidates) or "none"
         if any(numbered.of_ranks and len(numbered.names) > 1 for numbered in sets):
             raise CheckpointError(
-                f"{path}: expected one file of weights, found files of several ranks, {shown}: each has a piece of the "
-                "same tensors, and these are not joined here; join them with the program that wrote them, or save "
-                "with torch.distributed.checkpoint"
+                f"{path}: expected one file of weights, found files of several ranks, {shown}: each file contains "
+                "pieces of the same tensors, and Twinshard does not join the pieces; join them with the program that "
+                "wrote them, or save with torch.distributed.checkpoint"
             )
         raise CheckpointError(
             f"{path}: expected one file of weights, found {shown}: "
@@ -258,9 +257,8 @@ class FileKind:
         for numbered in sets:
             if not numbered.complete:
                 raise CheckpointError(
-                    f"{path}: expected every file that the numbers in the names call for, found "
-                    f"{first_of(numbered.names)}, but {numbered.problem}: fetch all of them, or give "
-                    "the path of one file to take what is in it alone"
+                    f"{path}: expected every file of the numbered series, found {first_of(numbered.names)}, but "
+                    f"{numbered.problem}: fetch all files, or give the path of one file to read that file alone"
                 )
 
     def _candidates(self, directory: Path) -> list[str]:
@@ -270,6 +268,6 @@ class FileKind:
 
 
 def indexed_files(index: Path) -> ModelFiles:
-    """The files that an index names. CheckpointError when it is malformed or names anything but files beside it."""
+    """The files that an index names. CheckpointError if it is malformed or names anything but files next to it."""
     weight_map = read_weight_map(index)
     return ModelFiles(index.parent, tuple(dict.fromkeys(weight_map.values())), weight_map, index.name)

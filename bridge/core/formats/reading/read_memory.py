@@ -1,4 +1,4 @@
-"""Memory that the bytes of files are read into: arrays of the caller, and buffers that are used again."""
+"""Memory for the bytes of files: the caller's arrays, and buffers that are reused."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
 
 BLOCK = 8 << 20
-"""Bytes of a file that are looked at in one go, so that little of the file is in memory."""
+"""Bytes of a file that are processed at once, so that little of the file is in memory."""
 
 SCAN: Final = 1 << 20
-"""Bytes that are read at a time where a checksum is all that is wanted: the processor's cache holds them."""
+"""Bytes that are read at a time if only a checksum is needed: they fit into the processor's cache."""
 
 _POOLED: Final = 1 << 20
-"""Loans of at least this many bytes use buffers again: the system clears new memory page by page, which takes longer
-than the read."""
+"""Loans of at least this many bytes reuse buffers: the system clears new memory page by page, which is slower than the
+read."""
 _MAX_BUFFERS: Final = 8
-"""Buffers that are kept at most."""
+"""The most buffers that are kept."""
 
 _PAGE: Final = 4096
 _LARGE: Final = 64 << 10
 
 
 def memory_for(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """New memory of so many bytes, of unsigned integers; MemoryError or ValueError if there is not enough.
+    """New memory of so many bytes, as unsigned integers; MemoryError or ValueError if there is not enough.
 
     Large memory begins at a multiple of ``alignment``. Some processors copy a page several times more slowly into
     memory that begins up to 31 bytes further into its own page. NumPy's large arrays begin 16 bytes into a page, and
@@ -39,15 +39,15 @@ def memory_for(nbytes: int, alignment: int = 64) -> np.ndarray:
     return memory[start : start + nbytes]
 
 
-# Of each thread: a shared buffer would need a lock around all that is done with it.
+# One per thread: a shared buffer would need a lock around every use.
 class Scratch(threading.local):
-    """Memory of each thread for what is looked at or copied on."""
+    """Each thread's memory for data that it inspects or passes on."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """So many bytes, until the next call. A larger buffer than BLOCK is not kept."""
+        """So many bytes, valid until the next call. A buffer larger than BLOCK is not kept."""
         if nbytes > BLOCK:
             return memory_for(nbytes)
         if nbytes > self._memory.size:
@@ -59,17 +59,17 @@ SCRATCH = Scratch()
 
 
 class LoanBuffers:
-    """Memory for loans, used again when a loan is given back. Thread-safe."""
+    """Memory for loans, reused once a loan is returned. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
-        # Loans come back from whichever thread has written them.
+        # The thread that has written a loan's data returns the loan.
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
         """A buffer, and so many bytes of it; MemoryError if there is none.
 
-        At least ``_POOLED`` bytes begin as far behind a multiple of 4096 as ``offset``.
+        Buffers of at least ``_POOLED`` bytes begin at the same distance from a multiple of 4096 as ``offset``.
         """
         if nbytes < _POOLED:
             memory = memory_for(nbytes)
@@ -83,7 +83,7 @@ class LoanBuffers:
             if fitting:
                 return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
             if self._free:
-                self._free.pop(0)  # too small, or soon to be: memory stays that of the loans at a time
+                self._free.pop(0)  # too small now or soon: memory stays at the size of concurrent loans
         return memory_for(-(-nbytes // _POOLED) * _POOLED, _PAGE)
 
     def give_back(self, buffer: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
 
 MAX_SMALL_FILE = 256 << 20
-"""Bytes of a file that is read whole: metadata and the like, not data."""
+"""The most bytes of a file that is read whole: metadata and the like, not data."""
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -27,17 +27,17 @@ _STORED = re.compile(
     r"|/\.dvc/cache/[0-9a-f]{2}/[0-9a-f]{30}$"
     r"|/annex/objects/[0-9A-Za-z]{2,3}/[0-9A-Za-z]{2,3}/(?P<key>[A-Z0-9_]+-s\d+-[^/]+)/(?P=key)$"
 )
-"""Where DVC and git-annex, and so DataLad, keep the files that a working tree links to. The Hub's cache has them in
-`blobs`, beside the links in `snapshots/<revision>`."""
+"""Where DVC and git-annex (and so DataLad) store the files that a working tree links to. The Hub's cache stores them in
+`blobs`, next to the links in `snapshots/<revision>`."""
 
 
 def is_kept_by_content(target: Path) -> bool:
-    """Whether this is the place of a file in a store that names files after their content; see `_STORED`."""
+    """Whether this path is in a store that names files after their content; see `_STORED`."""
     return _STORED.search(str(target)) is not None
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this names a file of a directory: anything else could lead out of it."""
+    """Whether this names a file directly in a directory: anything else could lead out of it."""
     return (
         isinstance(name, str)
         and 0 < len(name) < 256
@@ -49,9 +49,9 @@ def is_plain_name(name: object) -> bool:
 def regular_file(directory: Path, name: str, what: str, *, links: bool = False) -> tuple[Path, int]:
     """A file of a checkpoint's directory and its size in bytes.
 
-    CheckpointError, beginning with `what`, when it is missing, is no regular file, or is a link out of the directory.
-    Allowed are all `links`, if so asked, and those into stores whose files are named after their content (`_STORED`):
-    no other file of the system has such a name.
+    CheckpointError, beginning with `what`, if it is missing, is not a regular file, or is a link out of the directory.
+    With `links`, all links are allowed. Links into stores whose files are named after their content (`_STORED`) are
+    always allowed: no other file of the system has such a name.
     """
     file = directory / name
     try:
@@ -60,7 +60,7 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
     except (OSError, RuntimeError, ValueError) as error:
         absent = file.is_symlink() and isinstance(error, FileNotFoundError)
         why = (
-            "a link to what is not here: fetch it (dvc pull, git annex get)"
+            "a link to a file that is missing: fetch it (dvc pull, git annex get)"
             if absent
             else "which cannot be read"
         )
@@ -96,7 +96,7 @@ def small_file(
 
 
 def require_content(start: bytes, file: object) -> None:
-    """CheckpointError where a file begins as a pointer of Git LFS, which a clone has in place of a file not fetched."""
+    """CheckpointError if a file is a Git LFS pointer, which a clone has in place of a file that was not fetched."""
     if start.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file}: expected the file, found a pointer of Git LFS in place of it: fetch it (git lfs pull)"
@@ -104,7 +104,7 @@ def require_content(start: bytes, file: object) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read from. OSError for what is no regular file: a named pipe would be waited for."""
+    """A descriptor to read from. OSError unless it is a regular file: opening a named pipe would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -113,7 +113,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def files_below(directory: Path) -> list[Path]:
-    """All files in a directory and in those below it, but not behind links to directories. OSError for one unread."""
+    """All files in a directory and below it, without following links to directories. OSError if one cannot be read."""
     if isinstance(directory, StorePath):
         return list(directory.files())
     paths = [Path(folder, name) for folder, _, names in walk(directory) for name in names]
@@ -121,7 +121,7 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def walk(directory: str | os.PathLike[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk`, which leaves out folders that cannot be listed, with an OSError for them."""
+    """Like `os.walk`, but with an OSError for folders that cannot be listed, which `os.walk` skips."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -130,7 +130,7 @@ def walk(directory: str | os.PathLike[str]) -> Iterator[tuple[str, list[str], li
 
 
 class Stamp(NamedTuple):
-    """What tells that a file was not changed: its bytes, and when it was last written to, in nanoseconds."""
+    """Evidence that a file has not changed: its size in bytes, and its last modification time in nanoseconds."""
 
     size: int
     written: int
@@ -141,7 +141,7 @@ class Stamp(NamedTuple):
 
 
 def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
-    """Of files of this machine that are there."""
+    """The stamps of the files that exist on this machine."""
     by_file = {}
     for file in files:
         with suppress(OSError):
@@ -151,12 +151,12 @@ def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
 
 
 def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
-    """Files that are not as their stamps say, and a sentence about each."""
+    """Files that do not match their stamps, with a sentence about each."""
     for file, stamp in before.items():
         try:
             now = Stamp.of(file.stat())
         except OSError as error:
-            yield file, f"{file} cannot be found any more: {error.strerror}"
+            yield file, f"{file} no longer exists: {error.strerror}"
             continue
         if now != stamp:
             yield file, change(file, stamp, now)
@@ -164,6 +164,8 @@ def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
 
 def change(path: object, before: Stamp, now: Stamp) -> str:
     sizes = (
-        f"it had {before.size} bytes, and has {now.size}" if before.size != now.size else "it was written to"
+        f"it had {before.size} bytes, and now has {now.size}"
+        if before.size != now.size
+        else "it was written to"
     )
     return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"

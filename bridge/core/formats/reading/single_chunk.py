@@ -1,7 +1,7 @@
-"""What readers share whose formats are only read: each tensor is one chunk, in a file as it is or made from what is.
+"""The common part of readers for read-only formats: each tensor is one chunk, stored in a file or made from its data.
 
-read    in the file as it is: copied from there       else: `_fill`, which inflates, joins or converts
-lend    in the file as it is: where it is there       else: None
+read    stored unchanged: copied from the file        else: `_fill`, which inflates, joins or converts
+lend    stored unchanged: lent from the file          else: None
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 class SingleChunkReader(ClosedAtEnd):
     """A checkpoint whose tensors are one chunk each, opened for reading; see `CheckpointReader`.
 
-    kind: which files the format has. A subclass takes up what they hold by `_add_tensor`, `_object_paths` and
-    `_unreadable`, and says where a tensor lies. `unreadable`: by name, why a tensor can be listed only.
+    kind: which files the format has. A subclass registers their contents with `_add_tensor`, `_object_paths` and
+    `_unreadable`, and says where a tensor is. `unreadable`: by name, why a tensor can only be listed.
     """
 
     format: str
@@ -58,7 +58,7 @@ class SingleChunkReader(ClosedAtEnd):
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors, by name: none where a format has only tensors."""
+        """Values that are not tensors, by name: none if a format has only tensors."""
         return MappingProxyType({})
 
     @property
@@ -82,14 +82,14 @@ class SingleChunkReader(ClosedAtEnd):
         return result
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """A block where it is in the file, if it is there as it is; see `CheckpointReader.lend`."""
+        """A block lent from the file, if the file stores it unchanged; see `CheckpointReader.lend`."""
         info = self._tensors[name]
         if name in self.unreadable or not box.numel or not self._in_place(info):
             return None
         return self._files.lend(self._part(info, box), offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        """None of them: these formats are read once, to be converted, and seldom have many small tensors."""
+        """Reads none of them: these formats are read once, for a conversion, and seldom have many small tensors."""
         return [None] * len(wanted)
 
     def files(self) -> Sequence[Path]:
@@ -102,11 +102,11 @@ class SingleChunkReader(ClosedAtEnd):
 
     @abstractmethod
     def _in_place(self, info: TensorInfo) -> bool:
-        """Whether all elements of a tensor are in one file as they are, each once."""
+        """Whether one file stores all elements of a tensor unchanged, each once."""
 
     @abstractmethod
     def _part(self, info: TensorInfo, box: Box) -> FileArray:
-        """Where elements of a tensor, once they are verified, are in the file."""
+        """Where a tensor's elements are in the file, after they have been verified."""
 
     @abstractmethod
     def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
@@ -124,7 +124,7 @@ class SingleChunkReader(ClosedAtEnd):
             raise CheckpointError(f"{what}: expected names that differ, found {name!r:.200} twice")
 
     def _regular_file(self, name: str) -> Path:
-        """One of the files, which is found to be a regular one."""
+        """One of the files, after a check that it is a regular file."""
         path = self._fileset.directory / name
         regular_file(self._fileset.directory, name, "a part of the checkpoint", links=self.path == path)
         return path

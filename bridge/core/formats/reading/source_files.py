@@ -1,11 +1,12 @@
-"""The files of a checkpoint, read by position into memory of this process.
+"""The files of a checkpoint, read by position into this process's memory.
 
-    FileView     metadata: bytes by their place, fetched in pages
-    FileArray    elements: where they lie. `copy` writes them into an array, `lend` into a buffer that is used again
-    Span        small tensors: several at once, into memory that is there
+    FileView     metadata: bytes by position, fetched in pages
+    FileArray    elements: where they are. `copy` writes them into an array, `lend` into a buffer that is reused
+    Span        small tensors: several at once, into existing memory
 
-No file is mapped. A mapped file that another process shortens, or whose disk fails, ends this process with SIGBUS; here
-it is a CheckpointError with file, tensor and byte. So is a file that changes between its first and its last read.
+No file is mapped. If another process shortens a mapped file, or its disk fails, SIGBUS ends this process. With reads,
+the result is a CheckpointError with file, tensor and byte. A file that changes between its first and its last read also
+raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, L
 
 _PAGE_BEFORE: Final = 1 << 10
 _PAGE: Final = 4 << 10
-"""Bytes of metadata that are read together, some of them before those that are wanted: an archive ends, and the next
-begins, within."""
+"""Bytes of metadata that are read together, including some before the wanted bytes: the end of one archive and the
+start of the next fit in."""
 
 _MAX_OPEN_FILES = 64
 _LARGEST_POINTER = 1024
-"""Bytes of a pointer of Git LFS are fewer, by its specification."""
+"""A Git LFS pointer has fewer bytes, by its specification."""
 
 _GAP = 16 << 10
-"""Bytes between two pieces that are read with them."""
+"""The most bytes between two pieces that are read along with them."""
 
 _MOST_PARTS = 1000
-"""Memory that one read may fill: 1024 parts on Linux (`IOV_MAX`)."""
+"""Parts of memory that one read may fill: 1024 on Linux (`IOV_MAX`)."""
 
 _BETWEEN = memoryview(bytearray(_GAP))
 
 
 class Span(NamedTuple):
-    """Bytes of a file from `start` on, and the memory that they are to fill, one part after the other."""
+    """Bytes of a file from `start` on, and the memory that they should fill, one part after the other."""
 
     file: str
     start: int
@@ -58,9 +59,9 @@ class Span(NamedTuple):
 
 
 class FileArray(NamedTuple):
-    """Elements that lie in a file: the first at byte `start`, the others by `strides`, in bytes, of at least 0.
+    """Elements in a file: the first at byte `start`, the others by `strides`, in bytes, of at least 0.
 
-    what: whose they are, for errors.
+    what: their owner, for errors.
     """
 
     file: str
@@ -71,7 +72,7 @@ class FileArray(NamedTuple):
     what: str
 
     def within(self, box: Box, outer: Box) -> FileArray:
-        """The elements of a box, where these are those of the box `outer`, which it lies in."""
+        """The elements of a box; this array has the elements of the box `outer`, which contains the box."""
         if box == outer:
             return self
         offsets = map(sub, box.offsets, outer.offsets)
@@ -84,17 +85,17 @@ class FileArray(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to the end of the last, and what is between them. There is an element."""
+        """Bytes from the first element to the end of the last, gaps included. There is at least one element."""
         return self.dtype.itemsize + sum([(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)])
 
     @property
     def row_major(self) -> bool:
-        """Whether the elements follow each other in row-major order."""
+        """Whether the elements are contiguous in row-major order."""
         return row_major(self.shape, self.strides, self.dtype.itemsize)
 
 
 class OpenFile:
-    """A file that is open for reading, until nobody has this any more."""
+    """A file that stays open for reading as long as this object is referenced."""
 
     def __init__(self, path: Path) -> None:
         self.number = -1
@@ -107,34 +108,34 @@ class OpenFile:
 
 
 class SourceFiles:
-    """A directory's files, here or in a store, the most recently used ones kept open. Thread-safe.
+    """A directory's files, here or in a store; the most recently used files stay open. Thread-safe.
 
-    CheckpointError from every read when a file cannot be read, ends early, or was changed since it was first read;
-    OSError when a store fails; ValueError after `close`.
+    Every read raises CheckpointError if a file cannot be read, ends early, or has changed since it was first read;
+    OSError if a store fails; ValueError after `close`.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._opened: OrderedDict[str, OpenFile] = OrderedDict()
         self._stamps: dict[str, Stamp] = {}
-        # Made at the first loan: most files are of small tensors, which are read into memory of the writer.
+        # Made at the first loan: most files contain small tensors, which are read into the writer's memory.
         self._buffers: LoanBuffers | None = None
-        # For the table of open files; reading is outside of it.
+        # Protects the table of open files; reading happens outside the lock.
         self._lock = threading.Lock()
         self._closed = False
 
     def view(self, name: str, *ranges: tuple[int, int]) -> FileView:
-        """A file's metadata. ranges: what will be looked at, which a store is asked for at once."""
+        """A view of a file's metadata. ranges: what will be read, requested from a store all at once."""
         return FileView(self, name, ranges if isinstance(self.directory, StorePath) else ())
 
     def size(self, name: str) -> int:
-        """Bytes of a file, when it was first opened."""
+        """The size of a file in bytes when it was first opened."""
         if isinstance(self.directory, StorePath):
             return (self.directory / name).stat().st_size
         return self.open(name, "").stamp.size
 
     def read(self, name: str, start: int, stop: int, what: str = "") -> bytes:
-        """Bytes [start, stop) of a file. what: whose they are, for errors."""
+        """Bytes [start, stop) of a file. what: their owner, for errors."""
         if isinstance(self.directory, StorePath):
             self._require_open()
             data = (self.directory / name).read_range(start, stop)
@@ -143,18 +144,18 @@ class SourceFiles:
             return data
         file = self.open(name, what)
         data = self.read_from(file, name, start, stop, what)
-        # After the read: a file that was written to meanwhile has given a mixture of two contents.
+        # After the read: a file that was written to meanwhile has yielded a mixture of two contents.
         self._require_same(name, file, what)
         return data
 
     def open(self, name: str, what: str = "") -> OpenFile:
-        """A file that was opened, perhaps before."""
+        """An open file, perhaps opened earlier."""
         with self._lock:
             file = self._opened.get(name)
             if file is not None:
                 self._opened.move_to_end(name)
                 return file
-            self._require_open()  # closed files are none of the opened ones
+            self._require_open()  # closed files are not in the table of open files
             try:
                 file = self._new(name)
             except OSError as error:
@@ -167,18 +168,18 @@ class SourceFiles:
             if file.stamp.size <= _LARGEST_POINTER:
                 require_content(self.read_from(file, name, 0, file.stamp.size), self._path(name, what))
             self._opened[name] = file
-            # Dropped, not closed: another thread may still read from it.
+            # Dropped, not closed: another thread may still be reading from it.
             if len(self._opened) > _most_open():
                 self._opened.popitem(last=False)
             return file
 
     def read_from(self, file: OpenFile, name: str, start: int, stop: int, what: str = "") -> bytes:
-        """Bytes [start, stop) of an open file, of which a change is not noticed."""
+        """Bytes [start, stop) of an open file, without noticing changes."""
         parts: list[bytes] = []
         while start < stop:
             try:
-                # pread has no position that threads share, and reads as it is told. A mapped file
-                # would end the process by SIGBUS where somebody shortens it meanwhile.
+                # pread has no position that threads share. With a mapped file, SIGBUS ends the process if somebody
+                # shortens it.
                 part = os.pread(file.number, stop - start, start)
             except OSError as error:
                 raise self._failed(name, start, what, error) from error
@@ -189,7 +190,7 @@ class SourceFiles:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, name: str, start: int, target: memoryview, what: str = "") -> None:
-        """Fill memory, whose items are bytes, with those of a file from `start` on."""
+        """Fill memory, whose items are bytes, with a file's bytes from `start` on."""
         if isinstance(self.directory, StorePath):
             self._require_open()
             (self.directory / name).fill(start, target)
@@ -198,8 +199,7 @@ class SourceFiles:
         done = 0
         while done < len(target):
             try:
-                # Into the memory of the caller, without bytes between; the call lets go of Python's
-                # lock.
+                # Directly into the caller's memory; the call releases Python's lock.
                 count = os.preadv(file.number, [target[done:]], start + done)
             except OSError as error:
                 raise self._failed(name, start + done, what, error) from error
@@ -209,27 +209,27 @@ class SourceFiles:
         self._require_same(name, file, what)
 
     def scan(self, name: str, start: int, stop: int, what: str = "") -> Iterator[memoryview]:
-        """Bytes [start, stop) of a file in parts, each until the next is asked for; the thread's scratch memory."""
+        """Bytes [start, stop) of a file in parts, each valid until the next request, in the thread's scratch memory."""
         for first in range(start, stop, SCAN):
             part = SCRATCH.take(min(SCAN, stop - first)).data
             self.fill(name, first, part, what)
             yield part
 
     def copy(self, target: np.ndarray, source: FileArray) -> None:
-        """Copy elements into an array of their shape and dtype, or of unsigned integers as wide."""
+        """Copy elements into an array of their shape and dtype, or of unsigned integers of the same width."""
         if not source.nbytes:
             return
         if source.row_major and target.flags.c_contiguous:
             self.fill(source.file, source.start, target.reshape(-1).view(np.uint8).data, source.what)
             return
         span = source.span
-        # A store is asked for all at once: its blocks come by several requests.
+        # A store gets all requests at once: several requests fetch its blocks in parallel.
         if span <= BLOCK or isinstance(self.directory, StorePath):
             memory = SCRATCH.take(span)
             self.fill(source.file, source.start, memory.data, source.what)
             target[...] = np.ndarray(source.shape, target.dtype, memory, 0, source.strides)
             return
-        # Halves along the longest stride, until little of the file is in memory.
+        # Split in halves along the longest stride, until little of the file is in memory.
         shape, strides = source.shape, source.strides
         axis = max(range(len(shape)), key=lambda a: strides[a] if shape[a] > 1 else -1)
         half = shape[axis] // 2
@@ -241,7 +241,7 @@ class SourceFiles:
         self.copy(target[(*before, slice(half, None))], rest)
 
     def lend(self, source: FileArray, offset: int = 0) -> Loan | None:
-        """Elements that lie in a file in one piece, in memory that is used again once the loan is given back.
+        """Contiguous elements of a file, in memory that is reused once the loan is returned.
 
         offset: see `CheckpointReader.lend`.
         """
@@ -262,10 +262,10 @@ class SourceFiles:
         return Loan(array, partial(buffers.give_back, buffer))
 
     def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
-        """Read pieces of files into memory; whether each is there as a whole.
+        """Read pieces of files into memory; return whether each was read completely.
 
-        Neighbours come by one read: each read lets go of Python's lock, and a thread waits longer to get it back than
-        the read of a small piece takes. None of them in a store.
+        Neighbours share one read: each read releases Python's lock, and a thread waits longer for the lock than the
+        read of a small piece takes. In a store, no piece is read.
         """
         read = [False] * len(pieces)
         if isinstance(self.directory, StorePath):
@@ -304,8 +304,7 @@ class SourceFiles:
     ) -> None:
         file = self.open(name, "")
         try:
-            # One read for neighbours and what is between them: a call for each small tensor costs
-            # more than its bytes.
+            # One read for neighbours and the bytes between: a call for each small tensor costs more than its bytes.
             end = start + os.preadv(file.number, vector, start)
         except OSError as error:
             raise self._failed(name, start, "", error) from error
@@ -322,7 +321,7 @@ class SourceFiles:
             try:
                 return OpenFile(self.directory / name)
             except OSError as error:
-                # The process has too many files open, of which these can be opened again.
+                # The process has too many files open; these files can be reopened later.
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._opened:
                     raise
                 self._opened.popitem(last=False)
@@ -346,10 +345,10 @@ class SourceFiles:
 
 
 class FileView:
-    """A file's bytes by their place: ``view[start:stop]``, fewer where the file ends; `len` is its size.
+    """A file's bytes by position: ``view[start:stop]``, fewer at the end of the file; `len` is its size.
 
-    A page is read at a time, and the last two kept, so that many small looks near each other cost one read. For one
-    thread. Errors as those of `SourceFiles`.
+    One page is read at a time, and the last two are kept, so that many small reads near each other cost one read. For
+    one thread. Errors as in `SourceFiles`.
     """
 
     def __init__(self, files: SourceFiles, name: str, ranges: Sequence[tuple[int, int]] = ()) -> None:
@@ -378,7 +377,7 @@ class FileView:
         return data[start - first : stop - first]
 
     def unpack(self, layout: struct.Struct, position: int) -> tuple[Any, ...]:
-        """The fields of a record from this byte on. CheckpointError where the file ends before them."""
+        """The fields of a record from this byte on. CheckpointError if the file ends before their end."""
         data = self[position : position + layout.size]
         if len(data) != layout.size:
             raise CheckpointError(
@@ -395,6 +394,6 @@ class FileView:
 
 
 def _most_open() -> int:
-    """Files that are kept open: no more than a quarter of what the process may have."""
+    """How many files are kept open: at most a quarter of the process's limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))

@@ -19,7 +19,7 @@ _MAX_INDEX: Final = 64 << 20
 
 
 def read_weight_map(index: Path) -> Mapping[str, str]:
-    """The file of each tensor. CheckpointError when the index is malformed or names anything but files beside it."""
+    """The file of each tensor. CheckpointError if the index is malformed or names anything but files next to it."""
     data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
     try:
         content = json.loads(data, object_pairs_hook=_unique)
@@ -37,9 +37,9 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
 
 
 def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable[tuple[str, str]]) -> None:
-    """CheckpointError, naming some, unless every tensor is in the file that the index gives, and no other.
+    """CheckpointError, naming some, unless the files contain exactly the tensors that the index gives for them.
 
-    stored: (tensor, file) of all that is in the files.
+    stored: (tensor, file) for all tensors in the files.
     """
     there = set(stored)
     listed = set(weight_map.items())

@@ -1,10 +1,9 @@
-"""The members of a zip file, from its directory at the end; the data of none is looked at.
+"""The members of a zip file, from its directory at the end; no member's data is read.
 
     | header, data | header, data | ... | directory | [zip64 end, locator] | end | comment |
 
-Members must lie one after the other: a file whose members overlap claims more data than it has. Where a member's data
-begins is said by the header before it, which is read when the data is wanted: a store need not be asked for all headers
-to list a file.
+Members must follow each other: a file whose members overlap claims more data than it has. The header before a member's
+data says where the data begins. It is read only with the data, so listing a file in a store does not fetch all headers.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ ZIP_MAGIC: Final = b"PK\3\4"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file inside a zip file. stored, size: its bytes there, and once inflated. method: STORED or DEFLATED.
+    """A file inside a zip file. stored, size: its bytes as stored, and after inflating. method: STORED or DEFLATED.
 
-    header: where its header begins. limit: where the next one does, or the directory. crc: CRC-32 of its bytes once
-    inflated.
+    header: where its header begins. limit: where the next header, or the directory, begins. crc: CRC-32 of its inflated
+    bytes.
     """
 
     name: str
@@ -52,10 +51,10 @@ class Member:
 
 
 def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member]:
-    """All members by name, folders left out. noun: what errors say that the file should be.
+    """All members by name, without folders. noun: the expected kind of file, for errors.
 
-    CheckpointError when the directory is damaged, names a member twice, or has members that overlap, are encrypted or
-    compressed by another method than deflate.
+    CheckpointError if the directory is damaged, names a member twice, or has members that overlap, are encrypted, or
+    are compressed by a method other than deflate.
     """
     path = files.directory / name
     size = files.size(name)
@@ -68,7 +67,7 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
     tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
     end, count, length, position = _find_end(files.view(name, (tail, size)), tail, size, refuse)
     if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
-        refuse(f"its directory lies outside, or is damaged: {COPY_AGAIN}")
+        refuse(f"its directory is outside the file, or damaged: {COPY_AGAIN}")
     file = files.read(name, position, position + length)
     members: dict[str, Member] = {}
     starts: list[tuple[int, int, str]] = []
@@ -89,15 +88,15 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
         except UnicodeDecodeError:
             member = raw.decode("cp437")
         if at > length or header + _HEADER.size + lengths + stored > position:
-            refuse(f"its member {member!r:.200} lies outside")
+            refuse(f"its member {member!r:.200} is outside the file")
         if flags & _ENCRYPTED or method not in (STORED, DEFLATED) or (method == STORED and stored != whole):
             refuse(f"its member {member!r:.200} is encrypted, or compressed by a method other than deflate")
         if member in members:
-            refuse(f"its member {member!r:.200} is there twice")
+            refuse(f"its member {member!r:.200} occurs twice")
         starts.append((header, header + _HEADER.size + lengths + stored, member))
         members[member] = Member(member, method, crc, stored, whole, header, position)
     if at != length:
-        # Its count is under no checksum, and members beyond a smaller one would be missing without a word.
+        # No checksum covers its count, and a count that is too small would silently drop members.
         refuse(f"its directory of {length} bytes ends after {count} members at {at}: is it damaged?")
     starts.sort()
     for (_, stop_of_first, first), (start, _, second) in itertools.pairwise(starts):
@@ -109,7 +108,7 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
 
 
 def data_start(files: SourceFiles, name: str, member: Member) -> int:
-    """Where a member's data begins in the file, by its header. CheckpointError when that is not the directory's."""
+    """Where a member's data begins in the file, by its header. CheckpointError if header and directory disagree."""
     path = files.directory / name
     file = files.view(name, (member.header, member.header + _HEADER.size))
     magic, _, flags, method, *_, lengths, extra = file.unpack(_HEADER, member.header)
@@ -134,7 +133,7 @@ def data_start(files: SourceFiles, name: str, member: Member) -> int:
 def _find_end(
     file: FileView, tail: int, size: int, refuse: Callable[[str], Never]
 ) -> tuple[int, int, int, int]:
-    """Where the records at the end begin, and what they say: count of members, length and place of the directory."""
+    """Where the end records begin, and their content: number of members, length and place of the directory."""
     data = file[tail:size]
     at = data.rfind(b"PK\5\6")
     while at >= 0 and (
@@ -149,18 +148,18 @@ def _find_end(
     if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
         _, _, wide, _ = file.unpack(_LOCATOR, locator)
         if wide + _END64.size > locator:
-            refuse("its end record lies outside")
+            refuse("its end record is outside the file")
         magic, *_, disk, first, _, count, length, position = file.unpack(_END64, wide)
         if magic != b"PK\6\6":
             refuse(f"its end record is damaged: {COPY_AGAIN}")
         at = wide
     if disk or first:
-        refuse("it is a part of several files")
+        refuse("it is one part of an archive in several files")
     return at, count, length, position
 
 
 def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> list[int]:
-    """The values, those above 32 bits taken from the extra field."""
+    """The values; values above 32 bits come from the extra field."""
     while len(extra) >= 4:
         field_id, size = struct.unpack_from("<2H", extra)
         if field_id == _ZIP64_FIELD:

@@ -1,9 +1,9 @@
-"""What a safetensors file cannot hold by itself, kept as text beside its tensors: values and tree paths.
+"""Data that has no place in a safetensors file, stored as text in its header: values and tree paths.
 
     "__metadata__": {"format": "pt", "twinshard": "{\"paths\": {\"a.b\": [\"a\", \"b\"]}, \"objects\": {...}}"}
 
-A tensor of path ("a", "b") is named "a.b", which is where other programs look for it; "paths" tells the two apart.
-Values are JSON, and what JSON lacks is an object with one key out of $tuple, $bytes, $float and $dict.
+A tensor with path ("a", "b") is named "a.b", the name that other programs expect; "paths" keeps the difference. Values
+are JSON. A type that JSON lacks is an object with the one key $tuple, $bytes, $float or $dict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTRAS_KEY: Final = "twinshard"
 
 @dataclass(frozen=True)
 class Extras:
-    """paths: of tensors whose path is not just their name. objects: values by name, each with its path."""
+    """paths: paths of tensors whose path is not just their name. objects: values by name, each with its path."""
 
     paths: Mapping[str, TreePath] = field(default_factory=dict)
     objects: Mapping[str, tuple[TreePath, object]] = field(default_factory=dict)

@@ -23,15 +23,15 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 SAFETENSORS_FILES: Final = FileKind(
     (SUFFIX,),
-    # As transformers and diffusers look for them. Variants, such as diffusion_pytorch_model.fp16.safetensors, may be
-    # beside them.
+    # The names that transformers and diffusers look for. Variants, such as diffusion_pytorch_model.fp16.safetensors,
+    # may be next to them.
     (SINGLE_FILE, INDEX_FILE, f"diffusion_pytorch_{INDEX_FILE}", f"diffusion_pytorch_{SINGLE_FILE}"),
     rank=re.compile(r"shard-\d+-(?=model-\d+-of-\d+\.safetensors\Z)"),
 )
 
 
 def holds_safetensors(path: Path) -> bool:
-    """Whether a file or directory looks like a safetensors checkpoint, by names only."""
+    """Whether a file or directory looks like a safetensors checkpoint, judging only by names."""
     return SAFETENSORS_FILES.is_one(path)
 
 

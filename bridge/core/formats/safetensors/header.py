@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read by a parser that takes nothing else, and written.
+"""The header of a safetensors file: writing it, and reading it with a parser that accepts nothing else.
 
     | N: u64 | header: N bytes of JSON |  a  | b |   c   |  data, row-major, little-endian, no gaps
     0        8                         8+N
@@ -6,7 +6,7 @@
     {"__metadata__": {"format": "pt"},
      "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}       offsets count from 8+N
 
-A general JSON parser would turn a hostile file into a hundred times its size of objects first and ask then.
+A general JSON parser would first turn a hostile file into objects of a hundred times its size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from bridge.core.formats.tensors.leaves import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
-"""Bytes of a header that every reader of the format accepts."""
+"""The most bytes of a header that every reader of the format accepts."""
 
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 METADATA_KEY: Final = "__metadata__"
@@ -53,7 +53,7 @@ _USUAL: Final = re.compile(
     rf'"data_offsets"{_SPACE}:{_SPACE}\[{_SPACE}({_NUMBER}){_SPACE},{_SPACE}({_NUMBER}){_SPACE}\]{_SPACE}\}}{_SPACE}'
     rf"([,}}]){_SPACE}"
 )
-"""A name and an array with its fields in the order in which all writers have them, up to the next name."""
+"""A name and an array, with fields in the order that all writers use, up to the next name."""
 _OPEN: Final = re.compile(rf"\{{{_SPACE}(\}}?)")
 _NEXT: Final = re.compile(f"{_SPACE}([,}}]){_SPACE}")
 
@@ -80,7 +80,7 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
         "C64": "complex64",
     }
 )
-"""The format's names of dtypes. It has F4 and F6 besides, below; it lacks complex128."""
+"""The format's names of dtypes. It also has F4 and F6, below; it lacks complex128."""
 
 PACKED: Final[Mapping[str, tuple[np.dtype, int]]] = MappingProxyType(
     {
@@ -89,14 +89,14 @@ PACKED: Final[Mapping[str, tuple[np.dtype, int]]] = MappingProxyType(
         "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
     }
 )
-"""Dtypes whose elements share bytes, with the bits of an element. How they share them is nowhere said."""
+"""Dtypes whose elements share bytes, with the bits per element. How elements share bytes is not specified."""
 
 _CODES: Final = {DTYPES[name]: code for code, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a file, in row-major order from byte `start` of the file on. bits: of one of PACKED's elements."""
+    """An array in a file, in row-major order from byte `start` on. bits: per element, for a dtype in PACKED."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -111,13 +111,13 @@ class StoredArray:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one to the next, per axis."""
+        """Strides in elements, per axis."""
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
 
 @dataclass(frozen=True)
 class Header:
-    """Arrays by name in the order of the header, and the free text beside them."""
+    """Arrays by name in the order of the header, and the header's free text."""
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
@@ -134,7 +134,7 @@ def dtype_code(dtype: np.dtype) -> str:
 
 
 def header_length(file: FileView | bytes, start: int = 0) -> int:
-    """Bytes of the header of a safetensors file, as its first bytes say, and at most MAX_HEADER."""
+    """Bytes of a safetensors file's header, from the file's first bytes, and at most MAX_HEADER."""
     return min(MAX_HEADER, int.from_bytes(file[start : start + LENGTH_BYTES], "little"))
 
 
@@ -151,7 +151,7 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
         _refuse(
             what,
             "it begins with a pickle: PyTorch's HuggingFaceStorageWriter was given values that are not tensors, and "
-            "makes of them a file that nothing can read; save the tensors alone",
+            "writes such values as a file that nothing can read; save only the tensors",
         )
     base = start + LENGTH_BYTES + length
     if length > MAX_HEADER or base > size:
@@ -178,7 +178,7 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
 def format_header(
     arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The first bytes of a file that holds arrays (name, dtype, shape) in this order; their data follows at once.
+    """The first bytes of a file with arrays (name, dtype, shape) in this order; their data follows immediately.
 
     CheckpointError for a dtype the format lacks, or when this is more than readers accept.
     """
@@ -189,11 +189,11 @@ def format_header(
         entries[name] = {"dtype": dtype_code(dtype), "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    # Data is to start at a multiple of the largest itemsize.
+    # Data should start at a multiple of the largest itemsize.
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise CheckpointError(
-            f"expected names, shapes and values that are not tensors of at most {MAX_HEADER} bytes in one safetensors "
+            f"expected at most {MAX_HEADER} bytes of names, shapes, and values other than tensors in one safetensors "
             f"file, got {len(text)}"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
@@ -204,7 +204,7 @@ def _refuse(what: str, why: str) -> Never:
 
 
 class _Parser:
-    """One pass over the text; every value is checked before the next one is looked at."""
+    """One pass over the text; every value is checked before the next one is read."""
 
     def __init__(self, text: str, what: str, base: int) -> None:
         self.text = text
@@ -238,9 +238,9 @@ class _Parser:
         return arrays, metadata or {}
 
     def usual(self, arrays: dict[str, StoredArray], alike: dict[tuple[str, str], StoredArray]) -> bool | None:
-        """Take an array that is written and shaped like one before, at a third of the time; whether more follows.
+        """Parse an array with the text and shape of an earlier one in a third of the time; whether more follows.
 
-        None for any other, and where anything is wrong: nothing is taken then.
+        None for any other array, and if anything is wrong: then nothing is consumed.
         """
         match = _USUAL.match(self.text, self.position)
         if match is None:
@@ -250,7 +250,7 @@ class _Parser:
             return None
         like = alike.get((code, sizes))
         if like is None:
-            # The first of its kind, looked at closely.
+            # The first of its kind, parsed in full.
             name = self.key()
             alike[code, sizes] = arrays[name] = self.array(name)
             return self.another()
@@ -285,7 +285,7 @@ class _Parser:
             try:
                 raw = json.loads(f'"{raw}"')
                 raw.encode()
-            except ValueError:  # a surrogate without its other half, too
+            except ValueError:  # also for half of a surrogate pair
                 self.refuse(f"its header has text before character {self.position} that is not Unicode")
         if len(raw) > longest:
             self.refuse(f"its header has a name of {len(raw)} characters, more than {longest}")
@@ -338,7 +338,7 @@ class _Parser:
 
 
 def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
-    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
+    """Where the arrays of a file belong in the global tensors, from PyTorch's notes; empty without notes.
 
     CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
     """

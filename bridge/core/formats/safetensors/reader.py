@@ -1,7 +1,7 @@
 """Reads safetensors checkpoints region by region: one file, Hugging Face shards, or the files of PyTorch's ranks.
 
-Names are flat: "model.layers.0.mlp.weight" is one key, whose dots separate nothing, and so is its tree path, unless the
-file says otherwise (see `extras.py`).
+Names are flat: "model.layers.0.mlp.weight" is one key, whose dots separate nothing. Its tree path is this one key, too,
+unless the file says otherwise (see `extras.py`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"
 HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, SHARDING_KEY, "DCP_VERSION"})
-"""Texts in a header that are about the file, and are no objects."""
+"""Texts in a header that describe the file, and are not objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one file holds of a tensor."""
+    """One file's piece of a tensor."""
 
     file: str
     array: StoredArray
@@ -65,17 +65,17 @@ class _Piece:
 class SafetensorsReader(ClosedAtEnd):
     """A safetensors checkpoint, opened for reading; see `CheckpointReader`. `path`: a file, an index or a directory.
 
-    Opening reads headers only, and raises CheckpointError unless each file is filled exactly by its tensors, every
-    tensor is there once and whole, and files and index agree. Free text in a header becomes an object
-    "__metadata__.<key>", and "__metadata__.<file>.<key>" where files differ; "format": "pt", which every file written
-    here has, is left out. May be used by several threads.
+    Opening reads only headers, and raises CheckpointError unless its tensors fill each file exactly, every tensor is
+    there once and complete, and files and index agree. Free text in a header becomes an object "__metadata__.<key>", or
+    "__metadata__.<file>.<key>" if files differ; "format": "pt", which every file written here has, is left out. May be
+    used by several threads.
 
-    Tensors whose elements share bytes (F4, F6) are listed, and cannot be read: `unreadable` says so by name.
+    Tensors whose elements share bytes (F4, F6) are listed but cannot be read: `unreadable` says so by name.
 
-    Where each rank of PyTorch wrote a file of its own, global shapes are what the pieces add up to: no file says
-    whether the last rank's is missing.
+    If each PyTorch rank wrote its own file, the pieces determine the global shapes: no file says whether the last
+    rank's file is missing.
 
-    Reading needs memory for the returned array only.
+    Reading needs memory only for the returned array.
     """
 
     format = "safetensors"
@@ -103,7 +103,7 @@ class SafetensorsReader(ClosedAtEnd):
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self._tensors = self._infos(paths)
         self.unreadable: Mapping[str, str] = {
-            name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits an element, which share bytes"
+            name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits per element, so that elements share bytes"
             for name, pieces in self._pieces.items()
             if pieces and pieces[0].array.bits is not None
         }
@@ -143,7 +143,7 @@ class SafetensorsReader(ClosedAtEnd):
         return result
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """A block of one piece where it is; see `CheckpointReader.lend`."""
+        """A block of one piece, without moving it; see `CheckpointReader.lend`."""
         touching = self._chunks.touching(self._tensors[name], box)
         if name in self.unreadable:
             return None
@@ -152,7 +152,7 @@ class SafetensorsReader(ClosedAtEnd):
         return self._files.lend(self._part(self._pieces[name][touching[0]], box, name), offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of tensors that are in one file; see `CheckpointReader.read_into`."""
+        """Whole tensors that are in one file; see `CheckpointReader.read_into`."""
         pieces = [self._whole_piece(name, target) for name, target in wanted]
         return [Checksums() if read else None for read in self._files.read_into(pieces)]
 
@@ -181,7 +181,7 @@ class SafetensorsReader(ClosedAtEnd):
         return False
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        """For each file, the ranges of chunks' elements: the first byte, and the byte after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for piece in (piece for pieces in self._pieces.values() for piece in pieces):
             array = piece.array
@@ -218,7 +218,7 @@ class SafetensorsReader(ClosedAtEnd):
         for name, pieces in self._pieces.items():
             path = paths.get(name, (name,))
             first = pieces[0]
-            # Most tensors are in one piece each, and of such a shape and dtype thousands may be.
+            # Most tensors are one piece, and thousands may have the same shape and dtype.
             is_whole = len(pieces) == 1 and not any(first.box.offsets)
             like = alike.get((first.array.shape, first.array.dtype)) if is_whole else None
             if like is None:

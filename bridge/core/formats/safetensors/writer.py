@@ -1,9 +1,9 @@
 """Writes safetensors files chunk by chunk, without the safetensors package; it and `transformers` read them.
 
-    out.safetensors         a path that ends so: one file, whatever its size
+    out.safetensors         a path with this suffix: one file of any size
     out/model.safetensors   any other path: a directory, with one file, or Hugging Face shards above a size
 
-A file's header comes first and gives every tensor its place. Hence all tensors and objects are declared before the
+A file's header comes first and gives every tensor its place. So all tensors and objects must be declared before the
 first chunk is written; then chunks go to their places in any order and from several threads.
 """
 
@@ -45,19 +45,19 @@ from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorI
 from bridge.core.formats.tensors.leaves import flat_name
 
 SHARD_BYTES: Final = 5_000_000_000
-"""Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
+"""Largest shard, as Hugging Face cuts them; a larger tensor gets its own shard."""
 
 
 class SafetensorsWriter(FlatWriter):
     """A new safetensors checkpoint at `path`, a file or a directory; see `CheckpointWriter`.
 
-    FileExistsError when `path` exists, CheckpointError when the place of its manifest is taken. shard_bytes: tensors of
-    more bytes in all are spread over several files, unless `path` is to be one file. Tensors are written in pieces of
-    at most 32 MiB. Memory: none beyond the caller's array, or one copy of it if it is not contiguous. May be used by
+    FileExistsError when `path` exists, CheckpointError if the place of its manifest is taken. shard_bytes: tensors with
+    more bytes in total are spread over several files, unless `path` names one file. Tensors are written in pieces of at
+    most 32 MiB. Memory: none beyond the caller's array, or one copy of it if it is not contiguous. May be used by
     several threads.
 
-    share: with one, the tensors that are declared are those of one part, and `path` becomes a directory of these, with
-    an index; see `formats/whole/in_parts.py`.
+    share: if given, the declared tensors are those of one part, and `path` becomes a directory of that part, with an
+    index; see `formats/whole/in_parts.py`.
     """
 
     format = "safetensors"
@@ -74,7 +74,7 @@ class SafetensorsWriter(FlatWriter):
             raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
         single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
         if single is not None:
-            # The manifest goes beside the file, where any file of the user may lie already.
+            # The manifest goes next to the file, where a file of the user may already exist.
             require_own(sidecar_of(Path(path)))
         self._directory = working_place(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
@@ -88,7 +88,7 @@ class SafetensorsWriter(FlatWriter):
         self._places: dict[str, Place] | None = None
         self._sink = _Rows(self._laid_out)
         self._names: list[str] = []
-        # Offsets in the header follow from the order of declarations: one at a time.
+        # The order of declarations determines offsets in the header, so declare one tensor at a time.
         self._lock = threading.Lock()
 
     def add_tensor(
@@ -100,8 +100,8 @@ class SafetensorsWriter(FlatWriter):
     ) -> TensorInfo:
         """Declare a tensor; its name is the path joined by ".".
 
-        chunk_shape: at least 1 per axis; without effect, as a tensor lies in one piece. CheckpointError for a repeated
-        name, an empty path, a dtype the format lacks, or after the first `write`.
+        chunk_shape: at least 1 per axis; without effect, as a tensor is stored in one piece. CheckpointError for a
+        repeated name, an empty path, a dtype the format lacks, or after the first `write`.
         """
         name, tree_path = self._name(path)
         info = self._info(name, tree_path, shape, dtype, chunk_shape, dtype_code, whole=True)
@@ -113,8 +113,8 @@ class SafetensorsWriter(FlatWriter):
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Keep None, bool, int, float, str, bytes, or a list, tuple or dict of these (keys str, int, bool, None).
 
-        It goes into the header as text. Text at path ("__metadata__", key) goes there under this key. CheckpointError
-        for anything else (NumPy scalars included), for a repeated name, or after the first `write`.
+        It goes into the header as text. Text at path ("__metadata__", key) goes into the header under this key.
+        CheckpointError for anything else (NumPy scalars included), for a repeated name, or after the first `write`.
         """
         name, tree_path = self._name(path)
         encode_value(value, f"{self.path}: object {name!r}")
@@ -127,7 +127,7 @@ class SafetensorsWriter(FlatWriter):
                     self._metadata[key] = value
                 case _:
                     self._objects[name] = tree_path, value
-            # Every file has this text, and readers leave it out.
+            # Every file gets this text, and readers leave it out.
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
 
@@ -136,7 +136,7 @@ class SafetensorsWriter(FlatWriter):
         self._write_manifest()
 
     def _laid_out(self) -> dict[str, Place]:
-        """Every tensor's place; decided, and the headers written, at the first call."""
+        """Every tensor's place; the first call decides the places and writes the headers."""
         with self._lock:
             if self._places is None:
                 self._places = self._lay_out()
@@ -183,7 +183,7 @@ class SafetensorsWriter(FlatWriter):
         limit = None if self._single else self._shard_bytes
         for info in self._record.infos.values():
             nbytes = info.nbytes
-            # A tensor lies in one file: a larger one gets a shard of its own, and the shard begun before goes on.
+            # A tensor is stored in one file: a larger tensor gets its own shard, and the previous shard continues.
             if limit is not None and nbytes > limit:
                 shards.append([info])
                 continue
@@ -194,7 +194,7 @@ class SafetensorsWriter(FlatWriter):
             size += nbytes
         if current or not shards:
             shards.append(current)
-        # Readers that map the file want every tensor at a multiple of its itemsize.
+        # Readers that map the file need every tensor at a multiple of its itemsize.
         return [sorted(shard, key=lambda info: -info.dtype.itemsize) for shard in shards]
 
     def _create(self, name: str) -> DataFile | UploadFile:
@@ -235,14 +235,14 @@ class SafetensorsWriter(FlatWriter):
     def _require_undecided(self, name: str) -> None:
         if self._places is not None:
             raise CheckpointError(
-                f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header is "
-                "in front of the data"
+                f"{self.path}: expected {name!r} to be declared before the first chunk is written: the header comes "
+                "first"
             )
         self._refuse_repeated(name, self._object_checksums)
 
 
 class _Rows:
-    """Chunks that are runs of whole rows, or of a part of one, of tensors that lie in one piece; see `Sink`.
+    """Chunks that are runs of whole rows, or parts of a row, of tensors stored in one piece; see `Sink`.
 
     places: of all tensors, decided at the first call.
     """
@@ -283,9 +283,9 @@ class _Rows:
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
-    """Make `folder` a checkpoint of these parts, in their order; the same again after a kill at any moment.
+    """Make `folder` a checkpoint of these parts, in their order.
 
-    CheckpointError when a file of a part is missing.
+    After a kill at any moment, call it again. CheckpointError if a file of a part is missing.
     """
     manifests = [part_manifest(part) for part in parts]
     indexes = [json.loads((part / INDEX_FILE).read_text()) for part in parts]
@@ -294,7 +294,7 @@ def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
         for number, index in enumerate(indexes)
         for name in dict.fromkeys(index["weight_map"].values())
     ]
-    # Without any tensor, the first part has the objects.
+    # Without any tensor, the first part contains the objects.
     shards = shards or [(0, SINGLE_FILE)]
     files: dict[str, ManifestFile] = {}
     renamed: dict[tuple[int, str], str] = {}

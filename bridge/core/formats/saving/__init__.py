@@ -1,1 +1,1 @@
-"""Saving again and again: directories of steps, which of them stay, and saves that run behind training."""
+"""Saving repeatedly: directories of steps, which steps are kept, and saves in the background of training."""

@@ -1,4 +1,4 @@
-"""What a manager adds to a save of its half."""
+"""Additions of a checkpoint manager to a runtime's save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class SaveExtras:
-    """``files``: contents of further files of the checkpoint, by name. Of several processes the first one's are used.
+    """``files``: contents of further files of the checkpoint, by name. With several processes, the first one's count.
 
     ``before``: called before the directory is made, when no save is pending. ``committed``: called when the checkpoint
     is complete and synced, by the thread that wrote it; it should not raise.

@@ -1,12 +1,12 @@
-"""What the checkpoint managers of both halves have in common: a directory of steps, and what is removed from it.
+"""The common part of both runtimes' checkpoint managers: a directory of steps, and the removal of old steps.
 
 ::
 
     runs/                                    after save(12) with max_to_keep=2
-      9/                      removed        12 is complete and synced first, then 9 gets a temporary name, then it goes
-      10/  11/  12/           10: a step that stays for another reason
+      9/                      removed        12 is complete and synced first, then 9 is renamed and removed
+      10/  11/  12/           10: a step that is kept for another reason
       13.tmp-3f9c0a1e/        removed        left by a process that was killed while saving
-      notes.txt  backup_7/    stay           not of this manager
+      notes.txt  backup_7/    stay           do not belong to this manager
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from bridge.core.formats.tensors.base import CheckpointError
 
 
 class StepManager:
-    """The checkpoints of one run, a directory each, named by their steps. The halves add ``save`` and ``load``.
+    """The checkpoints of one run, one directory each, named by their steps. The runtimes add ``save`` and ``load``.
 
     Args:
-        directory: where the steps are; made by the first save. One run saves to it at a time.
-        max_to_keep: how many of the latest steps stay; None: all.
-        keep_period: steps that are multiples of this number stay, too.
-        best_metric: the step whose metric of this name is the best stays, too.
+        directory: contains the steps; made by the first save. Only one run may save to it at a time.
+        max_to_keep: how many of the latest steps are kept; None: all.
+        keep_period: steps that are multiples of this number are kept, too.
+        best_metric: the step with the best metric of this name is kept, too.
         best_mode: "min" or "max".
-        asynchronous: whether ``save`` returns while the checkpoint is written behind the next steps.
+        asynchronous: whether ``save`` returns while the checkpoint is written in the background of the next steps.
 
-    A step goes only after the save that supersedes it is complete and synced to disk. Only directories that a manager
-    saved are ever removed, and those that a killed save of a manager left.
+    A step is removed only after the save that supersedes it is complete and synced to disk. Only directories that a
+    manager saved, or that a manager's killed save left, are ever removed.
 
-    Every method waits for a save that is still pending, and raises ``CheckpointError`` if it failed and nobody was
-    told. So all processes of a run see the same steps. Raises ``ValueError`` for options out of range.
+    Every method waits for a pending save, and raises ``CheckpointError`` if it failed and the failure was not reported
+    yet. So all processes of a run see the same steps. Raises ``ValueError`` for options out of range.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class StepManager:
         return list(complete_steps(self.directory))
 
     def latest_step(self) -> int | None:
-        """The last of ``all_steps``, None if there is none."""
+        """The last of ``all_steps``, or None."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
         """The complete step with the best ``best_metric``, the latest of equal ones; None if no step has the metric.
 
-        ``CheckpointError`` where a step's metrics are damaged: it may be the best.
+        ``CheckpointError`` if a step's metrics are damaged: the step may be the best.
         """
         self.wait()
         metrics, damaged = self._metrics()
@@ -96,11 +96,11 @@ class StepManager:
         return read_metrics(choose_step(self.directory, step))
 
     def wait(self) -> None:
-        """Return when no save is pending; ``CheckpointError`` if the last one failed and nobody was told."""
+        """Return when no save is pending; ``CheckpointError`` if the last one failed and this was not reported yet."""
         pending.settle()
 
     def close(self) -> None:
-        """Wait like ``wait``. Later saves are refused."""
+        """Wait as ``wait`` does. Later saves are refused."""
         self._closed = True
         self.wait()
 
@@ -116,16 +116,16 @@ class StepManager:
         try:
             self.close()
         except CheckpointError as failure:
-            # The block's own error is the one that is raised.
+            # The block's own error takes precedence.
             error.add_note(str(failure))
 
     def require_step(self) -> None:
-        """Wait, like every method; ``CheckpointError`` where no step is complete."""
+        """Wait, like every method; ``CheckpointError`` if no step is complete."""
         self.wait()
         if not complete_steps(self.directory):
             raise CheckpointError(
-                f"{self.directory}: expected a complete step, got none: ask latest_step() first, and begin a new run "
-                "where that is None"
+                f"{self.directory}: expected a complete step, got none: call latest_step() first, and begin a new run "
+                "if the result is None"
             )
 
     def path_of(self, step: int) -> Path:
@@ -137,13 +137,13 @@ class StepManager:
         return self.directory / str(step.__index__())
 
     def extras(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveExtras:
-        """What a save of this step does besides saving. ``ValueError`` for metrics that are no numbers."""
-        # Also without metrics: the file marks the directory as a manager's.
+        """Additions to a save of this step. ``ValueError`` for metrics that are not numbers."""
+        # Written even without metrics: the file marks the directory as a manager's.
         files = {METRICS_FILE: render_metrics(metrics or {})}
         return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))
 
     def _metrics(self) -> tuple[dict[int, dict[str, float]], dict[int, CheckpointError]]:
-        """The metrics of each complete step, and why those of others cannot be read."""
+        """The metrics of each complete step, and for unreadable metrics the reason."""
         by_step: dict[int, dict[str, float]] = {}
         damaged: dict[int, CheckpointError] = {}
         for step, places in complete_steps(self.directory).items() if self._retention.best_metric else ():
@@ -154,30 +154,30 @@ class StepManager:
         return by_step, damaged
 
     def _clean(self) -> None:
-        """Remove what killed saves left; by one process, before the first save."""
+        """Remove the remains of killed saves; called by one process, before the first save."""
         if self._cleaned or not self.directory.is_dir():
             return
         self._cleaned = True
         for child in self.directory.iterdir():
             step = child.name.partition(".tmp-")[0]
-            # A journal is of a conversion that can be resumed.
+            # A journal belongs to a conversion that can be resumed.
             if step.isdecimal() and is_temporary(child) and not (child / JOURNAL_FILE).exists():
                 _remove(child)
 
     def _remove_superseded(self, saved: int) -> None:
-        """By one process, after step ``saved`` is complete."""
+        """Called by one process, after step ``saved`` is complete."""
         steps = complete_steps(self.directory)
         metrics, damaged = self._metrics()
         for step in self._retention.superseded(list(steps), self._retention.best(metrics), saved):
             if step in damaged:
-                warnings.warn(f"{damaged[step]}; the step stays, since it may be the best", stacklevel=2)
+                warnings.warn(f"{damaged[step]}; the step is kept, since it may be the best", stacklevel=2)
                 continue
             own = self.directory / str(step)
             if own in steps[step] and (own / METRICS_FILE).exists():
                 try:
                     _remove(_renamed(own))
                 except FileNotFoundError:
-                    # Somebody else removed it.
+                    # Another process removed it.
                     continue
                 except OSError as error:
                     warnings.warn(
@@ -186,10 +186,10 @@ class StepManager:
 
 
 def _renamed(step: Path) -> Path:
-    """Under a temporary name, so that no reader finds half of a step."""
+    """Remove it under a temporary name, so that no reader finds half of a step."""
     temporary = step.with_name(f"{step.name}.tmp-{secrets.token_hex(4)}")
     os.rename(step, temporary)
-    # Before anything is removed, else a power cut could bring the name back with half of its files.
+    # Before anything is removed: otherwise a power cut could bring the name back with half of its files.
     fsync_directory(step.parent)
     return temporary
 

@@ -1,12 +1,12 @@
-"""A save that runs in a thread behind training. Its error is raised once somebody asks, and never lost.
+"""A save in a background thread during training. Its error is raised at the next call, and never lost.
 
 ::
 
-    caller    start | step | step | step | wait, or the next start or settle: raises what the work raised
+    caller    start | step | step | step | wait, or the next start or settle: raises the work's error
     thread          |--- work --------|
-    exit                                   what nobody was told goes to stderr, and the status is not 0
+    exit                                   unreported errors go to stderr, and the status is not 0
 
-One save a process at a time: two would write to one disk at once, and their processes could meet in another order.
+One save per process at a time: two would write to one disk at once, and processes could meet in a different order.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from bridge.core.formats.tensors.base import CheckpointError
 class PendingSave:
     """A save that was started, of the checkpoint at ``path``.
 
-    The thread ends with the interpreter: a program that returns from its last line still completes its save.
+    The interpreter waits for the thread: a program that returns from its last line still completes its save.
     """
 
     def __init__(self, path: Path, work: Callable[[], None] | None) -> None:
         self.path = path
         self._error: BaseException | None = None
-        # Whether somebody was told of the error.
+        # Whether the error was reported.
         self._told = False
         self._thread = None
         if work is not None:
-            # No daemon: the interpreter waits for it at its end, so that the save of the last step
-            # is complete.
+            # Not a daemon: the interpreter waits for it at exit, so that the save of the last step completes.
             self._thread = threading.Thread(target=self._run, args=(work,), name=f"save of {path.name}")
             self._thread.start()
 
@@ -50,7 +49,7 @@ class PendingSave:
             work()
         except BaseException as error:
             self._error = error
-            # The error may be kept for long, and copies of a state are large: its frames let go of them.
+            # The error may be kept for long, and copies of a state are large: clear them from the error's frames.
             del work
             _clear_frames(error)
 
@@ -67,13 +66,13 @@ class PendingSave:
             raise self._error
 
     def untold(self) -> str | None:
-        """How the save failed, if it did and nobody was told yet."""
+        """How the save failed, if it did and this was not reported yet."""
         if self._error is None or self._told:
             return None
         return f"the asynchronous save of {self.path} failed: {type(self._error).__name__}: {self._error}"
 
     def settle(self) -> None:
-        """Wait, and raise ``CheckpointError`` for a failure of which nobody was told yet."""
+        """Wait, and raise ``CheckpointError`` for a failure that was not reported yet."""
         if self._thread is not None:
             self._thread.join()
         text = self.untold()
@@ -83,7 +82,7 @@ class PendingSave:
 
 
 _latest: PendingSave | None = None
-# The process that tells of errors at its end; a process that was forked has its parent's number.
+# The process that reports errors at exit; in a forked process this is the parent's number.
 _telling: int | None = None
 _FAILED = 120
 
@@ -94,8 +93,8 @@ def start(path: Path, work: Callable[[], None]) -> PendingSave:
     if _telling != os.getpid():
         _telling = os.getpid()
         atexit.register(_report)
-        # Forked processes of multiprocessing end without exit functions.
-        # Found with a process of multiprocessing whose last save failed: it ended with status 0.
+        # Forked processes of multiprocessing exit without exit functions. Without this, a multiprocessing process whose
+        # last save failed exited with status 0.
         if multiprocessing.parent_process() is not None:
             Finalize(None, _report_of_child, exitpriority=1000)
     _latest = PendingSave(path, work)
@@ -103,14 +102,14 @@ def start(path: Path, work: Callable[[], None]) -> PendingSave:
 
 
 def finished(path: Path) -> PendingSave:
-    """What a save that was not asynchronous returns where either is allowed."""
+    """The result of a synchronous save where both kinds are allowed."""
     return PendingSave(path, None)
 
 
 def settle() -> None:
     """Wait for the save that this process started last.
 
-    Raises ``CheckpointError``, with the path and the reason, where that save failed and neither ``wait`` nor an earlier
+    Raises ``CheckpointError``, with the path and the reason, if that save failed and neither ``wait`` nor an earlier
     call said so.
     """
     if _latest is not None:
@@ -133,21 +132,21 @@ def _report() -> None:
 
 
 def _report_of_child() -> None:
-    """Before a process of multiprocessing ends, whose status is that of this ``SystemExit``."""
+    """Runs before a multiprocessing process ends, whose status comes from this ``SystemExit``."""
     own = sys.exc_info()[1]
     try:
         settle()
     except CheckpointError as error:
         print(f"twinshard: {error}", file=sys.stderr, flush=True)
-        # The program's own error, or exit, has a status of its own.
+        # The program's own error, or exit, already has a status.
         if own is None or (isinstance(own, SystemExit) and not own.code):
             raise SystemExit(_FAILED) from None
 
 
 class _FailsAtExit(io.TextIOBase):
-    """A stream whose last flush, the interpreter's own, fails: Python's exit status is 120 then.
+    """A stream whose last flush, by the interpreter, fails: then Python's exit status is 120.
 
-    An exit function cannot set the status, and to leave by ``os._exit`` would skip other libraries' exit functions.
+    An exit function cannot set the status, and ``os._exit`` would skip other libraries' exit functions.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -157,7 +156,7 @@ class _FailsAtExit(io.TextIOBase):
         return int(self._stream.write(text))
 
     def flush(self) -> None:
-        # ``flush`` is also what other exit functions call, but those are Python.
+        # Other exit functions call ``flush``, too, but they are Python code.
         frame = inspect.currentframe()
         if frame is not None and frame.f_back is None:
             raise OSError("an asynchronous save failed")

@@ -1,11 +1,11 @@
-"""Directories of steps, as a loop that saves every so often leaves them, and choosing a step in one.
+"""Directories of steps, as a loop with regular saves leaves them, and choosing a step in one.
 
 ::
 
     run/3    run/4    run/5.orbax-checkpoint-tmp      4: the save of 5 did not finish
     run/step_3 ...                                    prefixes, and zeros before the number, are fine
 
-Which of them stay on disk, by `Retention(max_to_keep=2, keep_period=10, best_metric="loss")`::
+Which steps stay on disk with `Retention(max_to_keep=2, keep_period=10, best_metric="loss")`::
 
     step        8     9     10    11    12
     loss       0.3   0.2    0.5   0.4   0.6
@@ -35,8 +35,8 @@ _SHOWN = 10
 def choose_step(path: Path, step: int | None) -> Path:
     """The directory of the latest complete step in ``path``, or of ``step``; ``path`` itself if it is a checkpoint.
 
-    Raises ``CheckpointError`` where the step is not there or not complete, and for one that two directories are;
-    ``ValueError`` for a step that is no int.
+    Raises ``CheckpointError`` if the step is missing or incomplete, and if two directories are this step;
+    ``ValueError`` for a step that is not an int.
     """
     if isinstance(step, bool) or not (step is None or hasattr(step, "__index__")):
         raise ValueError(f"step: expected an int or None, got {step!r}")
@@ -46,13 +46,14 @@ def choose_step(path: Path, step: int | None) -> Path:
         if step is None:
             return path
         raise CheckpointError(
-            f"step: expected a directory of steps at {path}, got another: leave step out to load a single checkpoint"
+            f"step: expected a directory of steps at {path}, got another kind of directory: leave step out to load a "
+            "single checkpoint"
         )
     complete = _complete(list(numbers))
     known = sorted({numbers[child] for child in complete})
     if step is None and not known:
         raise CheckpointError(
-            f"{path}: expected a complete step, got only some whose save did not finish: "
+            f"{path}: expected a complete step, got only steps whose save did not finish: "
             f"{first_of(sorted(child.name for child in numbers))}"
         )
     wanted = known[-1] if step is None else step
@@ -69,7 +70,7 @@ def choose_step(path: Path, step: int | None) -> Path:
 
 
 def complete_steps(path: Path) -> dict[int, list[Path]]:
-    """The complete steps in a directory, by number, in order; none where there is no directory.
+    """The complete steps in a directory, by number, in order; none if there is no directory.
 
     Two directories may have one number, such as ``3`` and ``step_3``.
     """
@@ -89,11 +90,11 @@ def _numbers(path: Path) -> dict[Path, int]:
 
 
 def _complete(steps: list[Path]) -> list[Path]:
-    """Those that have a tree of arrays, and the file that is written last."""
-    # DCP writes its own last file last.
+    """The directories that have a tree of arrays, and the file that is written last."""
+    # DCP has its own last file.
     dcp = [step for step in steps if (step / ".metadata").exists()]
     trees = [step for step in steps if _has(step, TREE_FILE)]
-    # Orbax before 0.12.3 wrote no such file on disks, where directories appear complete.
+    # Orbax before 0.12.3 wrote no such file on local disks, where directories appear complete.
     return [*dcp, *([step for step in trees if _has(step, COMMIT_FILE)] or trees)]
 
 
@@ -107,10 +108,10 @@ METRICS_FILE = "twinshard_metrics.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """``max_to_keep``: how many of the latest steps stay, None for all. ``keep_period``: its multiples all stay.
+    """``max_to_keep``: how many of the latest steps are kept, None for all. ``keep_period``: its multiples are kept.
 
-    ``best_metric``: the metric by which a step is the best one; that step stays. ``best_mode``: whether the lowest or
-    the highest value is the best. Raises ``ValueError`` for numbers below 1 and for another mode.
+    ``best_metric``: the metric that determines the best step, which is kept. ``best_mode``: whether the lowest or the
+    highest value is the best. Raises ``ValueError`` for numbers below 1 and for another mode.
     """
 
     max_to_keep: int | None = None
@@ -127,9 +128,9 @@ class Retention:
             raise ValueError(f"best_mode: expected 'min' or 'max', got {self.best_mode!r}")
 
     def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
-        """The best of steps with these metrics, the latest of equal ones; None where none has the metric.
+        """The best of steps with these metrics, the latest of equal ones; None if none has the metric.
 
-        A value that is no number is none.
+        A value that is not a number does not count.
         """
         if self.best_metric is None:
             return None
@@ -139,7 +140,7 @@ class Retention:
         return max(ranked)[1] if ranked else None
 
     def superseded(self, steps: Sequence[int], best: int | None, saved: int) -> list[int]:
-        """Those of ``steps`` that go now that step ``saved`` is complete."""
+        """The steps in ``steps`` to remove now that step ``saved`` is complete."""
         if self.max_to_keep is None:
             return []
         stay = {best, saved, *sorted(steps)[-self.max_to_keep :]}
@@ -149,7 +150,7 @@ class Retention:
 
 
 def render_metrics(metrics: Mapping[str, SupportsFloat]) -> bytes:
-    """The content of ``METRICS_FILE``. ``ValueError`` for a metric that is no number, by name."""
+    """The content of ``METRICS_FILE``. ``ValueError``, with the name, for a metric that is not a number."""
     values = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
@@ -162,7 +163,7 @@ def render_metrics(metrics: Mapping[str, SupportsFloat]) -> bytes:
 
 
 def read_metrics(step: Path) -> dict[str, float]:
-    """The metrics of a step's directory; none where it has no such file. ``CheckpointError`` for a damaged one."""
+    """The metrics of a step's directory; none if it has no such file. ``CheckpointError`` for a damaged file."""
     try:
         metrics = json.loads((step / METRICS_FILE).read_bytes())
     except FileNotFoundError:

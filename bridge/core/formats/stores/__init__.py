@@ -1,1 +1,1 @@
-"""Checkpoints at URLs: read by ranges, and sent part by part as they are written."""
+"""Checkpoints at URLs: read by ranges, and uploaded part by part as they are written."""

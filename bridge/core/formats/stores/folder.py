@@ -1,16 +1,16 @@
-"""A checkpoint written into an object store: data files part by part, the small files at the end, from memory.
+"""A checkpoint written into an object store: data files part by part, small files at the end, from memory.
 
-    step_40/twinshard.uploading           who writes it, from what; the names of its files         first of all
+    step_40/twinshard.uploading           who writes it, from what; the names of its files         first
     step_40/twinshard.uploading.000001    chunks whose parts are in the store, and checksums       every 256 MiB
     step_40/twinshard.uploading.x.00001   a part of x, on Google's storage (see composed.py)
     step_40/__0_0.distcp                  appears when its last part is there
     step_40/twinshard_manifest.json
     step_40/.metadata                     makes it a checkpoint                                    last
-    then the first three go
+    then the first three are removed
 
-A store has no renaming: what is there without its last file is no checkpoint. A killed attempt leaves the first three,
-and on S3 parts that take room but are no object. The next attempt at the same place goes on with them (`resume`), or
-removes them all.
+A store cannot rename: files without the last file are not a checkpoint. A killed attempt leaves the first three files,
+and on S3 parts that take space but are not an object. The next attempt at the same place continues with them
+(`resume`), or removes them all.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ CLAIM: Final = "twinshard.uploading"
 _FOUND_BY: Final = (
     *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
 )
-"""Ends of the names of files that make a checkpoint, in the order in which they are sent."""
+"""Suffixes of the files that complete a checkpoint, in the order in which they are sent."""
 
 
 class StoredJournal:
-    """What an earlier attempt has noted, for `ChunkRecord`; `record` notes what this one has sent."""
+    """An earlier attempt's notes, for `ChunkRecord`; `record` notes what this attempt has sent."""
 
     kept = False
 
@@ -64,21 +64,22 @@ class StoredJournal:
         self.done = {name: dict(numbers) for name, numbers in done.items()}
 
     def record(self, entries: object) -> None:
-        """Note all chunks whose parts are in the store by now."""
+        """Note all chunks whose parts have reached the store."""
         self._note()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: it holds no resources."""
 
 
 class StoreFolder:
     """The place of a checkpoint at a URL.
 
-    key: identifies the conversion. resume: go on with what an attempt of the same key has sent, and keep what is sent
-    if this one fails. single: whether the URL is that of one file. accompany: see `Attempt`.
+    key: identifies the conversion. resume: continue with the data that an attempt with the same key has sent, and keep
+    sent data if this attempt fails. single: whether the URL names one file. accompany: see `Attempt`.
 
-    FileExistsError when something else is there; FileNotFoundError without a bucket, as none is made; CheckpointError
-    for a URL without a name, when another process of this machine writes there, or to resume another conversion.
+    FileExistsError if something else is there; FileNotFoundError if the bucket does not exist, as buckets are not
+    created; CheckpointError for a URL without a name, if another process on this machine writes there, or if `resume`
+    finds another conversion.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class StoreFolder:
         self.data: dict[str, UploadFile] = {}
         self.recalled: dict[tuple[str, int], int] = {}
         self._key, self._resume, self._single = dict(key), resume, single
-        # One file has no place for others.
+        # A single file has no room for companions.
         self._accompany = None if single else accompany
         require_writable(self.url)
         self._system, self._root = open_store(url)
-        # s3fs's `merge` is another thing: an upload of parts that are copies.
+        # s3fs's `merge` is different: it uploads parts that are copies.
         self._composes = "gs" in _names(self._system.protocol)
         if self._in_bucket:
             self._require_bucket()
@@ -115,7 +116,7 @@ class StoreFolder:
         goes_on = resume and earlier.get("key") == self._key
         if resume and earlier and not goes_on:
             raise CheckpointError(
-                f"{self.url} is unfinished, but it is of another conversion "
+                f"{self.url} is unfinished, but belongs to another conversion "
                 f"({_differences(self._key, earlier['key'])}): resume that conversion with its own source and "
                 "options, or start anew without resuming"
             )
@@ -144,17 +145,17 @@ class StoreFolder:
         return self.data[name]
 
     def place_beside(self, name: str) -> None:
-        """Let the file of this name go beside the checkpoint, which is one file."""
+        """Put the file of this name next to the checkpoint, which is one file."""
 
     def commit(self) -> None:
-        """Let the checkpoint appear with the file that is sent last. On failure remove what was sent."""
+        """Make the checkpoint appear by sending its last file. On failure, remove everything that was sent."""
         try:
             self._claim()
             if self._accompany is not None:
                 self._accompany(self.path, self.path)
             self._put(CLAIM, json.dumps(self._description()).encode())
             ordered = sorted(self.small, key=lambda name: (_rank(name), name))
-            # Where none of these makes the checkpoint, its one data file does.
+            # If none of these completes the checkpoint, its one data file does.
             early = [name for name in ordered if not _rank(name)] if not _rank(ordered[-1]) else []
             for name in early:
                 self._put(name, self.small[name])
@@ -170,7 +171,7 @@ class StoreFolder:
         self._forget()
 
     def abort(self) -> None:
-        """Remove what was sent; with `resume` note and keep it."""
+        """Remove everything that was sent; with `resume`, note and keep it."""
         if self.ended:
             return
         self.ended = True
@@ -193,7 +194,7 @@ class StoreFolder:
             return f"{self._root}/{name}"
         if name.endswith(".safetensors"):
             return self._root
-        # The manifest, which goes beside the file, and what is there meanwhile.
+        # The manifest, which goes next to the file, and temporary files.
         return f"{self._root}.{name.removeprefix('twinshard_')}"
 
     def _parts(self, name: str, size: int) -> Parts:
@@ -206,7 +207,7 @@ class StoreFolder:
         if self.resumed and self._exists(stored):
             return FinishedParts(int(self._system.info(stored)["size"]), size)
         if self._composes:
-            # In the checkpoint's own folder: a bucket may keep folders that are empty.
+            # In the checkpoint's own folder: some buckets keep empty folders.
             start = self._name(f"{CLAIM}.{name.replace('/', '-')}.")
             return ComposedParts(self._system, stored, start, self._pieces)
         uploads = self._uploads.pop(stored, [])
@@ -223,7 +224,7 @@ class StoreFolder:
         }
 
     def _claim(self) -> None:
-        """Say that this process writes here, before anything else is sent."""
+        """Claim the place for this process, before anything else is sent."""
         with self._lock:
             if self._claimed:
                 return
@@ -251,7 +252,7 @@ class StoreFolder:
         return done
 
     def _earlier(self) -> dict[str, Any]:
-        """What an attempt that did not end has said of itself. CheckpointError while its process lives."""
+        """The claim of an attempt that did not end. CheckpointError while its process lives."""
         self._system.invalidate_cache()
         claim = self._name(CLAIM)
         with store_errors(f"cannot look at {self.url}"):
@@ -260,7 +261,7 @@ class StoreFolder:
             try:
                 claimed = json.loads(retried(lambda: self._system.cat_file(claim)))
                 process = dict(claimed["process"])
-                claimed["key"], claimed["data"], claimed["files"]  # KeyError for one that is not ours
+                claimed["key"], claimed["data"], claimed["files"]  # KeyError if the claim is not ours
             except (ValueError, LookupError, TypeError):
                 return {}
         if lives(process, self._root):
@@ -268,7 +269,7 @@ class StoreFolder:
         return dict(claimed)
 
     def _require_free(self, earlier: Mapping[str, Any]) -> None:
-        """FileExistsError when anything but parts of an earlier attempt is there, or when that one had ended."""
+        """FileExistsError if anything but parts of an earlier attempt is there, or if that attempt had ended."""
         with store_errors(f"cannot look at {self.url}"):
             if self._single:
                 names = (self._root, self._name("twinshard_manifest.json"))
@@ -280,7 +281,7 @@ class StoreFolder:
         known = {*files, *(self._name(name) for name in earlier.get("data", ()))}
         complete = bool(files) and taken == known
         if complete:
-            # Its process was killed before it removed these.
+            # Its process was killed before it removed them.
             self._forget()
         if taken and (complete or not taken <= known):
             raise FileExistsError(
@@ -288,21 +289,21 @@ class StoreFolder:
             )
 
     def _open_uploads(self) -> dict[str, list[str]]:
-        # One may be allowed to write into a bucket of which one may not list the uploads.
+        # Some credentials may write into a bucket but not list its uploads.
         with suppress(PermissionError):
             return s3_uploads(self._system, self._root) if self._is_s3 else {}
         return {}
 
     def _left_pieces(self) -> dict[str, int]:
-        """Objects that are notes or parts, where objects are composed of parts, with their sizes."""
+        """Objects that are notes or, where objects are composed of parts, parts, with their sizes."""
         if not self._composes:
             return {}
         with store_errors(f"cannot look at {self.url}"):
             return objects_from(self._system, f"{self._name(CLAIM)}.")
 
     def _remove(self, earlier: Mapping[str, Any]) -> None:
-        """Abort uploads, and remove the files that an attempt has sent."""
-        with store_errors(f"cannot remove what an attempt has left at {self.url}"):
+        """Abort uploads, and remove the files that an attempt sent."""
+        with store_errors(f"cannot remove the files that an earlier attempt left at {self.url}"):
             for name, uploads in self._uploads.items():
                 for upload in uploads:
                     S3Parts(self._system, name, upload).abort()
@@ -311,7 +312,7 @@ class StoreFolder:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove notes, parts that are objects, and claim."""
+        """Remove the notes, the parts that are objects, and the claim."""
         with store_errors(f"cannot remove {self.url}/{CLAIM}"):
             remove_objects(self._system, self._left_pieces())
             number = 1
@@ -349,9 +350,9 @@ class StoreFolder:
 
     @property
     def _in_bucket(self) -> bool:
-        """Whether the place is in an object store, which has no directories; making one there makes a bucket.
+        """Whether the place is in an object store.
 
-        Paths of file systems begin with their root.
+        A store has no directories, and making one would make a bucket. Paths of file systems begin with their root.
         """
         return not self._root.startswith("/")
 
@@ -360,16 +361,16 @@ class StoreFolder:
         try:
             there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
         except Exception as error:
-            # One may be allowed to write into a bucket that one may not look at. But a store that cannot be reached is
-            # not tried again and again: its library has done so, for half a minute.
+            # Some credentials may write into a bucket but not list it. But an unreachable store is not retried: its
+            # library has already retried for half a minute.
             if cannot_be_reached(error):
                 with store_errors(f"cannot look at {self.url}"):
                     raise
             return
         if not there:
             raise FileNotFoundError(
-                f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
-                "credentials may list): correct the name, or create the bucket first; none is created here"
+                f"expected an existing bucket in {self.url}, found no bucket {parts[0]!r} (or none that these "
+                "credentials may list): correct the name, or create the bucket first; Twinshard creates no buckets"
             )
 
 
@@ -387,5 +388,5 @@ def _differences(key: Mapping[str, str], noted: Mapping[str, str]) -> str:
 
 
 def _rank(name: str) -> int:
-    """Files by which the checkpoint is found come last."""
+    """Sort key: files by which the checkpoint is found come last."""
     return 1 + next((k for k, end in enumerate(_FOUND_BY) if name.endswith(end)), -1)

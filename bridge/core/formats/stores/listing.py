@@ -3,9 +3,9 @@
     s3://bucket/runs/step_40         StorePath, a directory of the listing
     s3://bucket/runs/step_40/d/3f2a  StorePath, a file of it
 
-Readers of formats take such a path as they take one of this machine: they ask it for its name, parent, children, size
-and, of small files, bytes. `StoredReader` is the checkpoint as the reader of its format has opened
-it. Nothing is asked of the store but what `FileRanges` fetches.
+Format readers use such a path like a path on this machine: they use its name, parent, children and size, and the bytes
+of small files. `StoredReader` is the checkpoint, opened by its format's reader. Only `FileRanges` sends requests to the
+store.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from bridge.core.formats.tensors.wrapping import WrappingReader
 _INDEX_SUFFIX: Final = ".index.json"
 _MAX_METADATA: Final = 1 << 30
 _OF_EACH: Final = ("zarr.json", ".zarray", ".metadata", "process_0")
-"""Ends of the names of files of which a checkpoint may have many, an array or a process each."""
+"""Suffixes of files that a checkpoint may have many of, one for each array or process."""
 
 
 class Listing:
     """The files at a URL, by name and size. `root` is the checkpoint; `ranges` gives bytes of files.
 
-    FileNotFoundError when nothing is there; CheckpointError for names that lead out of the directory, or that cannot
-    be files beside each other; OSError for what the store refuses.
+    FileNotFoundError if nothing is there; CheckpointError for names that lead out of the directory, or that cannot
+    exist next to each other; OSError if the store refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,7 +45,7 @@ class Listing:
         self.fingerprint = hashlib.sha256(
             repr(sorted((name, _version(info)) for name, info in infos.items())).encode()
         ).hexdigest()[:16]
-        # The root's own name is a part of all paths, so that the files beside a single one are its siblings.
+        # The root's own name is a part of all paths, so that files next to a single file are its siblings.
         name = root.rpartition("/")[2]
         above = () if root in infos else (name,)
         self._above_url = self.url.rpartition("/")[0] if name else self.url
@@ -66,7 +66,7 @@ class Listing:
         self.root = StorePath(self, (name,))
 
     def close(self) -> None:
-        """Let go of what was fetched."""
+        """Drop the fetched data."""
         self.ranges.close()
 
     def text(self, parts: tuple[str, ...]) -> str:
@@ -74,7 +74,7 @@ class Listing:
         return "/".join((self._above_url, *parts))
 
     def small_beside(self, parts: tuple[str, ...]) -> list[str]:
-        """Names in the store of small files that will be read with this one, so that all are fetched at once."""
+        """Store names of the small files that will be read together with this one, so that all are fetched at once."""
         end = next((end for end in _OF_EACH if parts[-1].endswith(end)), None)
         alike = () if end is None else (p for p in self.files if p[-1].endswith(end))
         return [self.files[p] for p in alike if self.sizes[p] <= self.ranges.block]
@@ -83,20 +83,20 @@ class Listing:
         return {stored: self.text(parts) for parts, stored in self.files.items()}
 
     def _list(self, system: FileSystem, root: str) -> tuple[Mapping[str, Mapping[str, Any]], str]:
-        """Files by their name in the store, and the directory there that they are below."""
+        """Files by their name in the store, and the store directory above them."""
         parent = root.rpartition("/")[0]
         infos: dict[str, Mapping[str, Any]] = {}
         refused = ""
         with store_errors(f"cannot list {self.url}"):
-            # What another process wrote meanwhile is not in the listing that the file system remembers.
+            # The file system's cached listing lacks what another process has written meanwhile.
             system.invalidate_cache()
             try:
                 infos = dict(system.find(root, detail=True))
             except FileNotFoundError as error:
-                # The bucket or repository is not: a directory that is not there is an empty listing.
+                # The bucket or repository does not exist: a missing directory gives an empty listing.
                 refused = str(error).partition("\n")[0].rstrip(".")
             if root.endswith(_INDEX_SUFFIX):
-                # An index lists files beside it.
+                # An index lists files next to it.
                 infos |= system.find(parent, maxdepth=1, detail=True)
             elif set(infos) == {root}:
                 for beside in (f"{root}.manifest.json", f"{parent}/config.json"):
@@ -127,14 +127,14 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 if TYPE_CHECKING:
-    # Readers take either; at run time a call that would go to this machine's files must not find anything.
+    # Readers accept either; at run time, a call that would access this machine's files must find nothing.
     _Path = Path
 else:
     _Path = object
 
 
 class StorePath(_Path):
-    """A file or directory of a listing; has what readers use of `pathlib.Path`, and no more."""
+    """A file or directory of a listing; has only the parts of `pathlib.Path` that readers use."""
 
     def __new__(cls, listing: Listing, parts: tuple[str, ...]) -> Self:
         return object.__new__(cls)
@@ -149,7 +149,7 @@ class StorePath(_Path):
         return self.listing.text(self._path)
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+        raise TypeError(f"{self} is in an object store: expected a path on this machine")
 
     def __repr__(self) -> str:
         return f"StorePath({str(self)!r})"
@@ -199,7 +199,7 @@ class StorePath(_Path):
         return self
 
     def stat(self, **_: object) -> stat_result:
-        """Kind and size, and a number that tells files apart."""
+        """Kind and size, and a number that identifies the file."""
         if not self.exists():
             raise FileNotFoundError(f"{self} does not exist")
         mode = stat.S_IFREG if self.is_file() else stat.S_IFDIR
@@ -209,11 +209,11 @@ class StorePath(_Path):
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         if not self.is_dir():
-            raise NotADirectoryError(f"{self} is no directory")
+            raise NotADirectoryError(f"{self} is not a directory")
         return (self / name for name in sorted(self.listing.children[self._path]))
 
     def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
-        """Paths below that match a pattern of names, directory by directory."""
+        """Paths below this one that match a pattern of names, directory by directory."""
         first, _, rest = pattern.partition("/")
         for child in self.iterdir() if self.is_dir() else ():
             if fnmatch.fnmatchcase(child.name, first):
@@ -228,17 +228,17 @@ class StorePath(_Path):
         return [type(self)(self.listing, parts) for parts in below]
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop). OSError when the store does not give them."""
+        """Bytes [start, stop). OSError if the store does not provide them."""
         target = bytearray(stop - start)
         self.listing.ranges.read_into(self._stored(), start, memoryview(target))
         return bytes(target)
 
     def fill(self, start: int, target: memoryview) -> None:
-        """Write the bytes from `start` on into memory. OSError when the store does not give them."""
+        """Write the bytes from `start` on into memory. OSError if the store does not provide them."""
         self.listing.ranges.read_into(self._stored(), start, target)
 
     def read_bytes(self) -> bytes:
-        """The whole file, which is small: it is kept, together with others of its kind."""
+        """The whole content of a small file, which is cached, together with other files of its kind."""
         stored = self._stored()
         size = self.listing.sizes[self._path]
         if size > _MAX_METADATA:
@@ -274,7 +274,7 @@ class StoredReader(WrappingReader):
 
     @property
     def opened(self) -> CheckpointReader:
-        """The reader of its format, whose path is one in the store; of one item or folder, where that is."""
+        """The format's reader, with a path in the store; for one item or folder, the place of that."""
         return self._reader
 
     def files(self) -> Sequence[Path]:
@@ -282,6 +282,6 @@ class StoredReader(WrappingReader):
         return ()
 
     def close(self) -> None:
-        """Let go of what was fetched. Arrays already read stay valid."""
+        """Drop the fetched data. Arrays already read stay valid."""
         super().close()
         self._listing.close()

@@ -1,10 +1,10 @@
-"""One object of a store, sent in numbered parts; it appears when it is finished, whole.
+"""One object of a store, sent in numbered parts; it appears, complete, when it is finished.
 
-S3 (s3fs)       a multipart upload: parts in any order, several at once; those that are there can be listed
-GCS (gcsfs)     parts are objects, of which one is composed, by the service, without moving bytes
+S3 (s3fs)       a multipart upload: parts in any order, several at once; existing parts can be listed
+GCS (gcsfs)     parts are objects; the service composes one object of them, without moving bytes
 other stores    fsspec's file for writing: parts one after the other
 
-On Google's storage parts stay until the folder removes them, so composing can be repeated:
+On Google's storage, parts stay until the folder removes them, so composing can be repeated:
 
     step_40/twinshard.uploading.__0_0.distcp.00001      parts 1, 2, ...: in any order, several at once; can be listed
     step_40/twinshard.uploading.__0_0.distcp.1-00000    32 parts as one, where there are more than 32, and so on
@@ -26,7 +26,7 @@ from bridge.core.formats.stores.store import FileSystem
 PAUSE: Final = 0.1
 _WAITING: Final = 8
 _FINAL: Final = (FileNotFoundError, PermissionError, FileExistsError, NotImplementedError)
-"""Errors of a write that another attempt does not change; a file system raises the last for what it cannot do."""
+"""Write errors that a retry does not change; file systems raise the last one for unsupported operations."""
 
 Result = TypeVar("Result")
 
@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 class Parts(Protocol):
     """The parts of one object, from number 1.
 
-    sizes: of those that an earlier attempt has sent. in_order: whether whoever brings a part may have to wait until the
-    parts before it are there.
+    sizes: of the parts that an earlier attempt has sent. in_order: whether a thread that sends a part may have to wait
+    until the earlier parts are there.
     """
 
     @property
@@ -48,16 +48,15 @@ class Parts(Protocol):
         """Send a part; used by several threads. OSError when the store refuses."""
 
     def finish(self, count: int) -> None:
-        """Make an object of the parts 1 to `count`, all of which are there."""
+        """Make an object of the parts 1 to `count`, which all exist."""
 
     def abort(self) -> None:
-        """Forget what was sent."""
+        """Discard what was sent."""
 
 
 def retried(call: Callable[[], Result]) -> Result:
-    """The result of a call that may be made again, after a pause that grows. The last error, if all fail."""
-    # Stores answer now and then with errors that pass (throttling, lost connections). The libraries
-    # retry some of them only.
+    """The result of a call, which is retried after growing pauses. The last error if all attempts fail."""
+    # Stores sometimes answer with transient errors (throttling, lost connections). Libraries retry only some.
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()
@@ -69,7 +68,7 @@ def retried(call: Callable[[], Result]) -> Result:
 
 
 class S3Parts:
-    """A multipart upload. `resumed`: whose parts are kept, None for a new one."""
+    """A multipart upload. `resumed`: the upload whose parts are kept, None for a new one."""
 
     in_order = False
 
@@ -80,7 +79,7 @@ class S3Parts:
         self._upload = resumed
         self._tags: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
-        # The upload is created once, by the first part; sending itself is outside of the lock.
+        # The first part creates the upload; sending itself happens outside the lock.
         self._lock = threading.Lock()
         if resumed is not None:
             for part in _pages(self._call, "list_parts", "Parts", "PartNumberMarker", UploadId=resumed):
@@ -100,7 +99,7 @@ class S3Parts:
         try:
             self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
         except OSError:
-            # The answer to an earlier call may have been lost: then the upload is gone because it is an object.
+            # The answer to an earlier call may have been lost: then the upload is gone because it has become an object.
             if not self._object_of(count):
                 raise
 
@@ -110,7 +109,7 @@ class S3Parts:
                 self._call("abort_multipart_upload", UploadId=self._upload)
 
     def _object_of(self, parts: int) -> bool:
-        """Whether the object is there, made of so many parts: its tag says that."""
+        """Whether the object exists and consists of so many parts, by its tag."""
         try:
             tag = self._call("head_object")["ETag"]
         except OSError:
@@ -149,9 +148,9 @@ def _pages(call: Callable[..., Any], method: str, field: str, *markers: str, **a
 
 
 class OrderedParts:
-    """Parts of a store that takes an object's bytes in their order only; those that come early wait.
+    """Parts for a store that accepts an object's bytes only in order; early parts wait.
 
-    Whoever brings a part while many wait is held up, but for the next part: all parts must be brought about in order.
+    While many parts wait, a thread that sends any but the next part blocks: parts must be sent roughly in order.
     """
 
     in_order = True
@@ -163,12 +162,12 @@ class OrderedParts:
         self._next = 1
         self._early: dict[int, bytes | bytearray] = {}
         self._failed = False
-        # Parts come from several threads, and fsspec's file takes them in order.
+        # Parts come from several threads, but fsspec's file accepts them only in order.
         self._ready = threading.Condition()
 
     def put(self, number: int, data: bytes | bytearray) -> None:
         with self._ready:
-            # Memory stays bounded: with 8 parts waiting, only the next one is let in.
+            # Memory stays bounded: with 8 parts waiting, only the next part is accepted.
             while number != self._next and len(self._early) >= _WAITING and not self._failed:
                 self._ready.wait()
             if self._failed:
@@ -196,7 +195,7 @@ class OrderedParts:
         if self._file is not None:
             with suppress(Exception):
                 self._file.discard()
-            # Its finalizer would close it, and so let half of the object appear.
+            # Its finalizer would close it, and so make half of the object appear.
             with suppress(AttributeError):
                 self._file.closed = True
 
@@ -210,13 +209,13 @@ class FinishedParts:
         self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
 
     def put(self, number: int, data: bytes | bytearray) -> None:
-        """Nothing: it is there."""
+        """Does nothing: the object is there."""
 
     def finish(self, count: int) -> None:
-        """Nothing: it is there."""
+        """Does nothing: the object is there."""
 
     def abort(self) -> None:
-        """Nothing: the folder removes it."""
+        """Does nothing: the folder removes it."""
 
 
 MOST_SOURCES: Final = 32
@@ -227,7 +226,7 @@ _BOUNDARY: Final = b"\n--==0=="
 
 
 class ComposedParts:
-    """Parts whose names begin with `start`; `found` are objects that an earlier attempt has left, with their sizes."""
+    """Parts whose names begin with `start`; `found`: objects that an earlier attempt left, with their sizes."""
 
     in_order = False
 
@@ -254,7 +253,7 @@ class ComposedParts:
         self._compose(self._name, names)
 
     def abort(self) -> None:
-        """Nothing: the folder removes all parts."""
+        """Does nothing: the folder removes all parts."""
 
     def _part(self, number: int) -> str:
         return f"{self._start}{number:05}"
@@ -264,20 +263,20 @@ class ComposedParts:
 
 
 def put_object(system: FileSystem, name: str, data: bytes | bytearray) -> None:
-    """Write an object, whole or not at all. Raises the store's error when the store kept fewer bytes than were sent."""
+    """Write an object, whole or not at all. Raises the store's error if the store kept fewer bytes than were sent."""
     options: dict[str, Any] = {}
     if "gs" in system.protocol:
-        # gcsfs compares the size that the store answers with.
+        # gcsfs checks the size in the store's answer.
         options["consistency"] = "size"
         if data.endswith(b"\r") or _BOUNDARY in data:
-            # gcsfs sends objects of less than `chunksize` as MIME, whose lines it ends with \n: a reader of \r\n takes
-            # the last byte for a part of the line's end. Larger objects travel without MIME.
+            # gcsfs sends objects smaller than `chunksize` as MIME, with lines that end in \n: a reader that expects
+            # \r\n takes the last byte for a part of the line's end. Larger objects are sent without MIME.
             options["chunksize"] = len(data)
     retried(lambda: system.pipe_file(name, data, **options))
 
 
 def composes(system: FileSystem, name: str) -> bool:
-    """Whether the bucket of this object, which is there, composes: zonal ones do not, as only trying shows."""
+    """Whether the bucket of this existing object can compose: zonal buckets cannot, and only trying shows that."""
     try:
         retried(lambda: system.merge(name, [name]))
     except NotImplementedError:
@@ -286,7 +285,7 @@ def composes(system: FileSystem, name: str) -> bool:
 
 
 def objects_from(system: FileSystem, start: str) -> dict[str, int]:
-    """Sizes of all objects whose names begin so."""
+    """Sizes of all objects whose names have this prefix."""
     parent, _, beginning = start.rpartition("/")
     system.invalidate_cache()
     listed = retried(lambda: system.find(parent, prefix=beginning, detail=True))

@@ -1,10 +1,10 @@
-"""Bytes of objects, fetched in blocks by many requests at once; the blocks used last stay in memory.
+"""Bytes of objects, fetched in blocks by many requests at once; recently used blocks stay in memory.
 
     wanted       |      a      | b |        |  c  |
-    blocks    |  0   |  1   |  2   |  3   |  4   |        0 to 2 at once for a; b has them already; c: 3 and 4
+    blocks    |  0   |  1   |  2   |  3   |  4   |        a: 0 to 2 at once; b: nothing new; c: 3 and 4
 
-Neighbouring tensors, however small, come with one block, and whoever reads on in a file gets several blocks at once.
-Memory: BUDGET for the blocks that stay, and READ_AHEAD blocks for each thread that waits for some.
+Small neighbouring tensors come with one block, and sequential reads get several blocks at once. Memory: BUDGET for the
+blocks that stay, and READ_AHEAD blocks for each waiting thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Final
 from bridge.core.formats.stores.store import FileSystem
 
 BLOCK: Final = 8 << 20
-"""Bytes of a request: it costs as much time as some of them take to arrive."""
+"""Bytes of a request. A request costs time in itself, as much as transferring some of these bytes."""
 
 BUDGET: Final = 128 << 20
-"""Bytes of blocks that stay."""
+"""Bytes of the blocks that stay in memory."""
 
 _MIN_BLOCK: Final = 1 << 20
 _READERS: Final = 16
@@ -31,37 +31,37 @@ READ_AHEAD: Final = 4
 ATTEMPTS: Final = 4
 _PAUSE: Final = 0.1
 _FINAL: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
-"""Errors of a read that another attempt does not change; a file system raises the last for what it cannot do."""
+"""Read errors that a retry does not change; file systems raise the last one for unsupported operations."""
 
 
 class FileRanges:
     """Bytes of the files in a store. Thread-safe.
 
-    sizes: of the files by their names there. urls: names for errors.
+    sizes: of the files, by store name. urls: names for errors.
     """
 
     def __init__(self, system: FileSystem, sizes: Mapping[str, int], urls: Mapping[str, str]) -> None:
         self._system, self._sizes, self._urls = system, sizes, urls
         large = sum(size > _MIN_BLOCK for size in sizes.values())
-        # Many files that are read side by side need a block each.
+        # Many files that are read concurrently need one block each.
         self.block = max(min(BLOCK, BUDGET // (2 * max(1, large))), min(BLOCK, _MIN_BLOCK))
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._pending: set[tuple[str, int]] = set()
         self._held = 0
         self._ends: deque[tuple[str, int]] = deque(maxlen=_READERS)
         self._small: dict[str, bytes] = {}
-        # Readers of one block wait for the thread that fetches it.
+        # Threads that need the same block wait for the thread that fetches it.
         self._ready = threading.Condition()
 
     def close(self) -> None:
-        """Let go of all blocks."""
+        """Drop all blocks."""
         with self._ready:
             self._blocks.clear()
             self._small.clear()
             self._held = 0
 
     def small(self, name: str, together: Sequence[str]) -> bytes:
-        """A file that is read whole and kept; `together` are fetched with it, all at once."""
+        """The content of a file that is read whole and cached; `together`: files to fetch with it, all at once."""
         with self._ready:
             if name in self._small:
                 return self._small[name]
@@ -71,10 +71,10 @@ class FileRanges:
             return fetched[0]
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
-        """Fill memory with the bytes from `start` on. OSError when the store does not give them."""
+        """Fill memory with the bytes from `start` on. OSError if the store does not provide them."""
         stop = start + len(target)
         with self._ready:
-            # Whoever begins where another reading ended goes on so: a scan of small tensors waits for few blocks.
+            # A read that begins where another ended counts as sequential: a scan of small tensors waits for few blocks.
             scan = any(0 <= start - end < _MIN_BLOCK for file, end in self._ends if file == name)
             self._ends.append((name, stop))
         if stop > self._sizes[name]:
@@ -91,7 +91,7 @@ class FileRanges:
                 number = block + 1
 
     def _some(self, name: str, number: int, last: int, scan: bool) -> list[tuple[int, bytes]]:
-        """The next blocks: some that are here, or some that are fetched now."""
+        """The next blocks: some from memory, or some fetched now."""
         with self._ready:
             # Another thread is fetching this block: waiting costs less than a second request.
             while (name, number) in self._pending:
@@ -114,7 +114,7 @@ class FileRanges:
             size = self._sizes[name]
             fetched = self._fetch([(name, b * self.block, min((b + 1) * self.block, size)) for b in claimed])
         except BaseException:
-            # Absent again, so that a waiting thread tries, and gets an error of its own if the store still fails.
+            # Marked as absent again, so that a waiting thread tries, and gets its own error if the store still fails.
             with self._ready:
                 self._pending.difference_update((name, block) for block in claimed)
                 self._ready.notify_all()
@@ -133,7 +133,7 @@ class FileRanges:
         self._ready.notify_all()
 
     def _fetch(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """Ranges of files, all at once; those that fail again, with a pause that grows."""
+        """Fetch ranges of files, all at once; failed ranges are retried after growing pauses."""
         fetched: dict[int, bytes] = {n: b"" for n, (_, start, stop) in enumerate(wanted) if start == stop}
         for attempt in range(ATTEMPTS):
             left = [n for n in range(len(wanted)) if n not in fetched]
@@ -152,16 +152,15 @@ class FileRanges:
                         raise error
                 elif len(got) != stop - start:
                     error = OSError(
-                        f"{self._urls[name]}: expected {stop - start} bytes at {start}, got {len(got)}: did it change "
-                        "meanwhile?"
+                        f"{self._urls[name]}: expected {stop - start} bytes at {start}, got {len(got)}: did the "
+                        "object change during the read?"
                     )
                 else:
                     fetched[n] = got
             if error is not None:
                 if attempt == ATTEMPTS - 1:
                     raise error
-                # A store that throttles is left alone for longer each time: 0.1, 0.2 and 0.4
-                # seconds.
+                # Wait longer each time for a store that throttles: 0.1, 0.2 and 0.4 seconds.
                 time.sleep(_PAUSE * 2**attempt)
         return [fetched[n] for n in range(len(wanted))]
 
@@ -174,5 +173,5 @@ class FileRanges:
             )
             return answers
         except Exception as error:
-            # Of file systems that raise whatever they are told.
+            # For file systems that raise any exception type that they are given.
             return [error] * len(names)

@@ -4,7 +4,7 @@
     gs://bucket/runs/step_40      needs gcsfs         file:///runs/step_40
     hf://org/model                needs huggingface_hub
 
-Credentials and endpoints are those that fsspec's file systems find: environment, configuration files, fsspec.config.
+fsspec's file systems find credentials and endpoints: in the environment, configuration files and fsspec.config.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_SERVER = re.compile("Connector|EndpointConnection|ConnectError|Credentials")
 _NO_LOGIN = re.compile(r"credentials", re.IGNORECASE)
 _LOG_IN = (
-    "; log in by the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
+    "; log in with the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
     """data is read with FSSPEC_S3='{"anon": true}' or FSSPEC_GS='{"token": "anon"}' in the environment"""
 )
 
@@ -32,17 +32,17 @@ FileSystem: TypeAlias = Any
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether this names an object store, not a local path."""
+    """Whether this is a URL, not a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | str:
-    """A URL as it is, anything else as a path."""
+    """A URL unchanged, anything else as a path."""
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
 def local_path(where: Path | str) -> Path | None:
-    """Where a path, or a URL of this machine's own files, is; None in other stores."""
+    """The local place of a path, or of a URL of this machine's own files; None for other stores."""
     if isinstance(where, Path):
         return where
     if where.lower().startswith(("file://", "local://")):
@@ -51,7 +51,7 @@ def local_path(where: Path | str) -> Path | None:
 
 
 def path_here(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a run's checkpoints on a file system of this machine, which `file://` names, too.
+    """The absolute path of a run's checkpoints on this machine's file system; may be given as `file://`.
 
     CheckpointError for a URL of another store, which would become a directory of that name.
     """
@@ -65,25 +65,25 @@ def path_here(path: str | os.PathLike[str]) -> Path:
 
 
 def without_end(url: str) -> str:
-    """A URL without slashes at its end."""
+    """A URL without trailing slashes."""
     protocol, mark, name = url.partition("://")
     return f"{protocol}{mark}{name.rstrip('/')}"
 
 
 def open_store(url: str) -> tuple[FileSystem, str]:
-    """The file system of a URL, and the name there without an end slash.
+    """The file system of a URL, and the name in it, without a trailing slash.
 
-    CheckpointError for a URL that names nothing, and when fsspec does not know the protocol, or its package is not
-    installed; OSError when the store cannot be opened.
+    CheckpointError for a URL that names nothing, if fsspec does not know the protocol, or if its package is not
+    installed; OSError if the store cannot be opened.
     """
     _require_name(url)
-    # Here, so that local paths do not wait for it: importing fsspec takes longer than listing a checkpoint.
+    # Imported here: importing fsspec takes longer than listing a checkpoint, and local paths do not need it.
     import fsspec.core
 
     protocol, mark, name = url.partition("://")
     with store_errors(f"cannot open {url}"):
         try:
-            # fsspec knows them in small letters only.
+            # fsspec knows protocols only in lower case.
             system, root = fsspec.core.url_to_fs(f"{protocol.lower()}{mark}{name}")
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -94,19 +94,19 @@ def open_store(url: str) -> tuple[FileSystem, str]:
 
 
 def require_writable(url: str) -> None:
-    """CheckpointError for a URL that can be read only."""
-    # A repository of the Hub is never empty, and each file of a checkpoint would be a commit.
+    """CheckpointError for a URL that is read-only."""
+    # A Hub repository is never empty, and each file of a checkpoint would be a commit.
     protocol = url.partition("://")[0].lower()
     if protocol in ("http", "https", "hf"):
-        then = ", and upload that (hf upload)" if protocol == "hf" else ""
+        then = ", and upload the directory (hf upload)" if protocol == "hf" else ""
         raise CheckpointError(
-            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
-            f"convert to a directory{then}"
+            f"{url} is read-only: expected a path, or the URL of a store such as s3:// or gs://, to write to; convert "
+            f"to a directory{then}"
         )
 
 
 def _require_name(url: str) -> None:
-    """Refuse a protocol alone: stores answer it in words of their own, and `file://` would be the working directory."""
+    """Refuse a bare protocol: each store has its own error for it, and `file://` would be the working directory."""
     protocol, _, rest = url.partition("://")
     here = protocol.lower() in ("file", "local")
     if rest.strip("/") or (here and rest):
@@ -114,19 +114,19 @@ def _require_name(url: str) -> None:
     examples = {"hf": "hf://org/model"} | dict.fromkeys(("file", "local"), f"{protocol}:///runs/step_40")
     example = examples.get(protocol.lower(), f"{protocol}://bucket/runs/step_40")
     raise CheckpointError(
-        f"{protocol}:// is a protocol alone: expected the URL of a checkpoint, such as {example}, got no name: is a "
-        "variable of your script not set?"
+        f"{protocol}:// is only a protocol: expected the URL of a checkpoint, such as {example}, got no name: is a "
+        "variable in your script unset?"
     )
 
 
 def cannot_be_reached(error: Exception) -> bool:
-    """Whether a library has found no server, or no credentials for one."""
+    """Whether a library found no server, or no credentials for one."""
     return _NO_SERVER.search(type(error).__name__) is not None
 
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn every error of a file system into an OSError that begins with `what`; FileNotFoundError stays one."""
+    """Turn every error of a file system into an OSError that begins with `what`; FileNotFoundError keeps its type."""
     try:
         yield
     except (CheckpointError, KeyboardInterrupt, SystemExit):
@@ -146,7 +146,7 @@ _SHORT = re.compile(r"hf:/?(?P<id>[^/].*)")
 
 
 def hub_hint(path: str | os.PathLike[str]) -> str:
-    """End of an error about ``path``, where nothing is: how to write the URL or the Hub's repository that it means."""
+    """The end of an error about a missing ``path``: how to write the URL or Hub repository that may be meant."""
     if (store := store_hint(path)) != "":
         return store
     name = hub_repository(path)
@@ -154,7 +154,7 @@ def hub_hint(path: str | os.PathLike[str]) -> str:
 
 
 def store_hint(path: str | os.PathLike[str]) -> str:
-    """The same for what begins as the URL of a store; `file:/a` is a path of this machine."""
+    """The same for a path that begins like a store's URL; `file:/a` is a path on this machine."""
     if (short := _STORE.fullmatch(os.fspath(path))) is None:
         return ""
     protocol = short["protocol"].lower()
@@ -162,9 +162,9 @@ def store_hint(path: str | os.PathLike[str]) -> str:
 
 
 def hub_repository(path: str | os.PathLike[str]) -> str | None:
-    """The Hub's repository that may be meant by ``path``, where nothing is.
+    """The Hub repository that a missing ``path`` may mean.
 
-    `org/name` may be one where there is no local folder `org`, and so may the address of its page. None for others.
+    `org/name` may be a repository if there is no local folder `org`, and so may its page's address. Else None.
     """
     text = os.fspath(path)
     if (page := _PAGE.fullmatch(text)) is not None:

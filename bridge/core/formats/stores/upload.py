@@ -1,10 +1,9 @@
-"""A data file that goes to an object store as it is written: places are filled in any order, parts sent when full.
+"""A data file that is uploaded to an object store while it is written: places are filled in any order, full parts sent.
 
     chunks written   |   0   |      1      |  2  |       3        | ...
-    parts            |      1      |      2      |      3      |  ...        part 1 goes once chunks 0 and 1 are there
+    parts            |      1      |      2      |      3      |  ...        part 1 goes when chunks 0 and 1 are there
 
-Only parts that are neither full nor sent are in memory: a few for each thread that writes, as each fills places that
-follow each other.
+Only unsent parts are in memory: a few for each writing thread, since each thread fills consecutive places.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from bridge.core.formats.stores.numbered_parts import Parts
 from bridge.core.formats.tensors.base import CheckpointError
 
 PART: Final = 16 << 20
-"""Bytes of a part, unless there would be too many of them."""
+"""Bytes of a part, unless there would be too many parts."""
 
 MOST_PARTS: Final = 9000
 SENDING: Final = 4
-"""Parts of a file that are on their way at once."""
+"""Parts of a file that are in transit at once."""
 
 Note = Sequence[Any]
 
 
 class UploadFile:
-    """A data file in a store; has what writers use of `DataFile`.
+    """A data file in a store; has the parts of `DataFile` that writers use.
 
-    open_parts: where the parts go, by their size. begin: called before the first is sent.
+    open_parts: opens the destination of parts of a given size. begin: called before the first part is sent.
     """
 
     def __init__(self, url: str, open_parts: Callable[[int], Parts], begin: Callable[[], None]) -> None:
@@ -46,10 +45,9 @@ class UploadFile:
         self._filling: dict[int, tuple[bytearray, int]] = {}
         self._sent: set[int] = set()
         self._notes: list[tuple[int, int, Note]] = []
-        # Chunks of one part come from several threads; whoever fills it up sends it.
+        # Several threads may write chunks of one part; the thread that completes the part sends it.
         self._lock = threading.Lock()
-        # Writers wait here while so many parts are on their way: memory does not grow with the
-        # file.
+        # Writers wait here while so many parts are in transit, so that memory does not grow with the file.
         self._room = threading.BoundedSemaphore(SENDING)
         self._pool = ThreadPoolExecutor(SENDING, thread_name_prefix="upload")
         self._futures: list[Future[None]] = []
@@ -57,7 +55,7 @@ class UploadFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, as far as it is written."""
+        """The size of the file, as far as it is written."""
         return max(self._size, *(start + len(data) for start, data in self._kept.items()), 0)
 
     def reserve(self, length: int, alignment: int = 1) -> int:
@@ -69,17 +67,17 @@ class UploadFile:
         return start
 
     def truncate(self, size: int) -> None:
-        """Say how long the file will be."""
+        """Set the final size of the file."""
         self.end = self._size = size
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Fill a place with few bytes, which are kept to be read again."""
+        """Fill a place with a few bytes, which are kept for reading back."""
         self._kept[offset] = bytes(data)
         if self._parts is not None:
             self._fill(offset, memoryview(data))
 
     def write_parts(self, offset: int, parts: Iterable[bytes | memoryview]) -> None:
-        """Fill a reserved place with pieces that follow each other. OSError when the store has refused a part."""
+        """Fill a reserved place with consecutive pieces. OSError if the store has refused a part."""
         self._start()
         for part in parts:
             view = memoryview(part).cast("B")
@@ -87,35 +85,35 @@ class UploadFile:
             offset += len(view)
 
     def read(self, offset: int, length: int) -> bytes:
-        """What was written by one `write`, or a part of it; the rest is in the store, and cannot be read."""
+        """Bytes from one earlier `write`, or a part of them; the rest is in the store, and cannot be read."""
         for start, data in self._kept.items():
             if start <= offset and offset + length <= start + len(data):
                 return data[offset - start : offset - start + length]
         return b""
 
     def note(self, offset: int, length: int, note: Note) -> None:
-        """Something to be noted once these bytes are in the store; see `noted`."""
+        """Register a note for the time when these bytes are in the store; see `noted`."""
         with self._lock:
             self._notes.append((offset, length, note))
 
     def noted(self) -> list[Note]:
-        """Notes of which the bytes are in the store, each given once."""
+        """Notes whose bytes have reached the store, each returned once."""
         with self._lock:
             done = [n for n in self._notes if self._holds(*n[:2])]
             self._notes = [n for n in self._notes if not self._holds(*n[:2])]
         return [note for _, _, note in done]
 
     def holds(self, offset: int, length: int) -> bool:
-        """Whether the store has these bytes, from an earlier attempt or this one."""
+        """Whether the store has these bytes, from this attempt or an earlier one."""
         self._start()
         with self._lock:
             return self._holds(offset, length)
 
     def sync(self) -> None:
-        """Nothing: parts are in the store once they are sent."""
+        """Does nothing: parts are in the store once they are sent."""
 
     def finish(self) -> None:
-        """Send what is left, and let the object appear. OSError when the store refuses; CheckpointError for a gap."""
+        """Send the rest, and make the object appear. OSError if the store refuses; CheckpointError for a gap."""
         self._start()
         assert self._parts is not None
         size = self.size
@@ -134,21 +132,21 @@ class UploadFile:
         self.stop()
 
     def close(self) -> None:
-        """Nothing: `finish` or `stop` ends it."""
+        """Does nothing: `finish` or `stop` ends the upload."""
 
     def stop(self) -> None:
-        """Wait for what is on its way, and forget what is not."""
+        """Wait for parts in transit, and drop all others."""
         self._pool.shutdown(cancel_futures=True)
         self._filling.clear()
 
     def abort(self) -> None:
-        """Let the store forget the parts."""
+        """Make the store discard the parts."""
         if self._parts is not None:
             self._parts.abort()
         self.stop()
 
     def _start(self) -> None:
-        """Decide on the size of parts, which follows from that of the file: all places are reserved by now."""
+        """Decide the size of parts from the size of the file: all places are reserved by now."""
         with self._lock:
             if self._parts is not None:
                 return
@@ -156,7 +154,7 @@ class UploadFile:
             least = -(-max(self.end, self._size) // MOST_PARTS)
             self._part_size = max(PART, -(-least // PART) * PART)
             parts = self._open(self._part_size)
-            # A part of another size is not of this file: only the last may be shorter.
+            # A part with another size does not belong to this file: only the last may be shorter.
             self._sent = {n - 1 for n, size in parts.sizes.items() if size == self._part_size}
             self._parts = parts
         for start, data in list(self._kept.items()):
@@ -189,7 +187,7 @@ class UploadFile:
             self._send(number, buffer)
 
     def _gap_bytes(self, first: int) -> int:
-        """Bytes of a part that no place has."""
+        """Bytes of a part that belong to no place."""
         gaps, stop = self._gaps, first + self._part_size
         index = _first_gap(gaps, first)
         total = 0
@@ -201,7 +199,7 @@ class UploadFile:
     def _send(self, number: int, data: bytearray) -> None:
         assert self._parts is not None
         if self._parts.in_order:
-            # The next part must not wait behind those that wait for it.
+            # The next part must not wait behind parts that wait for it.
             self._sent_now(number, data)
             self._wait()
             return

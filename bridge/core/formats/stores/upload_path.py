@@ -1,4 +1,4 @@
-"""Paths of a checkpoint that goes to a store, for writers that know `pathlib.Path`."""
+"""Paths of a checkpoint that is uploaded to a store, for writers that use `pathlib.Path`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from bridge.core.formats.stores.upload import UploadFile
 
 if TYPE_CHECKING:
-    # Writers take either; at run time a call that would go to this machine's files must not find anything.
+    # Writers accept either; at run time, a call that would access this machine's files must find nothing.
     _Path = Path
 else:
     _Path = object
 
 
 class Folder(Protocol):
-    """What the paths are in. small: files in memory by name; data: those that are sent as they are written."""
+    """The files behind the paths. small: files in memory, by name; data: files that are sent while they are written."""
 
     url: str
     small: dict[str, bytes]
@@ -32,7 +32,7 @@ class Folder(Protocol):
 
 
 class UploadPath(_Path):
-    """A file or directory of a checkpoint that goes to a store; has what writers use of `pathlib.Path`, and no more."""
+    """A file or directory of an uploaded checkpoint; has only the parts of `pathlib.Path` that writers use."""
 
     def __new__(cls, folder: Folder, parts: tuple[str, ...]) -> Self:
         return object.__new__(cls)
@@ -48,7 +48,7 @@ class UploadPath(_Path):
         return "/".join((self.folder.url, *self._path))
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+        raise TypeError(f"{self} is in an object store: expected a path on this machine")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UploadPath) and str(self) == str(other)
@@ -61,7 +61,7 @@ class UploadPath(_Path):
 
     @property
     def relative(self) -> str:
-        """The path from the checkpoint on."""
+        """The path relative to the checkpoint."""
         return "/".join(self._path)
 
     @property
@@ -89,7 +89,7 @@ class UploadPath(_Path):
         return not self.is_file()
 
     def mkdir(self, *_: object, **__: object) -> None:
-        """Nothing: a store has no directories."""
+        """Does nothing: a store has no directories."""
 
     def stat(self, **_: object) -> os.stat_result:
         data = self.folder.data.get(self.relative)
@@ -97,7 +97,7 @@ class UploadPath(_Path):
         return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """What was written beside chunks; see `UploadFile.read`."""
+        """The bytes written around chunks; see `UploadFile.read`."""
         return self.folder.data[self.relative].read(start, stop - start)
 
     def read_bytes(self) -> bytes:
@@ -120,7 +120,7 @@ class UploadPath(_Path):
         self.folder.small.pop(self.relative, None)
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
-        """Files directly in a directory, those of the attempt that is resumed, too."""
+        """Files directly in a directory, including files of a resumed attempt."""
         names = dict.fromkeys((*self.folder.small, *self.folder.data, *self.folder.earlier_names))
         start = f"{self.relative}/" if self._path else ""
         below = [name.removeprefix(start) for name in names if name.startswith(start)]

@@ -1,4 +1,4 @@
-"""Which process writes a checkpoint into a store, and whether it lives, as far as this machine can tell."""
+"""Which process writes a checkpoint into a store, and whether it is alive, as far as this machine can tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 ACTIVE: Final[set[str]] = set()
-"""Places that this process writes to."""
+"""The places that this process writes to."""
 
 
 def this_process() -> dict[str, str]:
@@ -18,7 +18,7 @@ def this_process() -> dict[str, str]:
 
 
 def lives(process: Mapping[str, str], root: str) -> bool:
-    """Whether the process that wrote a claim lives, as far as this machine can tell."""
+    """Whether the process that wrote a claim is alive, as far as this machine can tell."""
     own = this_process()
     if (process.get("host"), process.get("boot")) != (own["host"], own["boot"]):
         return False
@@ -35,7 +35,7 @@ def _boot() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the system did; empty if there is none."""
+    """When a process started, in ticks since system start; empty if there is no such process."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

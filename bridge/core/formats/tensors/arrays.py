@@ -1,4 +1,4 @@
-"""Arrays as bytes: the elements in row-major order, copied fast, their checksum, and which bytes hold a box."""
+"""Arrays as bytes: the elements in row-major order, copied fast, their checksum, and which bytes contain a box."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import google_crc32c
 import numpy as np
 
 _LARGE: Final = 64 << 10
-"""Bytes from which the call through ctypes, which takes a few microseconds, is worth it."""
+"""The number of bytes from which the call through ctypes, which takes a few microseconds, is worth it."""
 
 _CHECK: Final = b"123456789", 0xE3069283
 
 
 def extend(crc: int, data: np.ndarray | bytes | memoryview) -> int:
-    """The checksum of bytes of which `crc` is that of those before `data`: bytes, or C-contiguous uint8."""
-    # The extension of google-crc32c keeps Python's lock for the whole of a buffer: other threads would stand still. So
-    # large buffers go to the C library below it, through ctypes, which lets go of the lock.
+    """The checksum `crc` of earlier bytes, extended by `data`: bytes, or C-contiguous uint8."""
+    # The google-crc32c extension holds Python's lock for the whole buffer, which would block other threads. So large
+    # buffers go to the underlying C library through ctypes, which releases the lock.
     if len(data) >= _LARGE and _unlocked is not None:
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         return _unlocked(crc, array.ctypes.data, array.nbytes)
-    # The extension takes bytes and read-only arrays.
+    # The extension accepts bytes and read-only arrays.
     data = bytes(data) if isinstance(data, memoryview) else data
     return int(google_crc32c.extend(crc, data)) if len(data) else crc
 
 
 def _library() -> Callable[[int, int, int], int] | None:
-    """`crc32c_extend` of the C library; None where the extension does not have it as a library of its own."""
+    """`crc32c_extend` of the C library; None if the extension does not come with a separate library."""
     try:
-        # A look-up in the extension searches the libraries that it was linked with, too.
+        # A symbol look-up in the extension also searches its linked libraries.
         function = ctypes.CDLL(google_crc32c.extend.__self__.__file__).crc32c_extend
     except (AttributeError, OSError):
         return None
@@ -50,19 +50,19 @@ NUMBER: Final = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
 
 
 def raw_bytes(array: np.ndarray) -> np.ndarray:
-    """The elements in row-major order as one uint8 array; a copy only if they do not lie so already."""
+    """The elements in row-major order as one uint8 array; a copy only if they are not contiguous already."""
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(as_integers(array))
     return array.reshape(-1).view(np.uint8)
 
 
 def as_integers(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: NumPy copies those fast, and ml_dtypes element by element."""
+    """The same memory as unsigned integers: NumPy copies these fast, but ml_dtypes element by element."""
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize <= 8 else array
 
 
 def array_checksum(*parts: np.ndarray, crc: int = 0) -> int:
-    """CRC-32C of the elements of arrays, each in row-major order; copies one only if they do not lie so already.
+    """CRC-32C of the elements of arrays, each in row-major order; copies only arrays that are not contiguous.
 
     crc: the checksum of the elements before these.
     """
@@ -85,9 +85,9 @@ def strides_of(shape: Sequence[int], dtype: np.dtype, order: Literal["C", "F"] =
 
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...], step: int = 1) -> bool:
-    """Whether elements follow each other in row-major order, of strides whose last is `step`.
+    """Whether elements are contiguous in row-major order, by strides whose last one is `step`.
 
-    Strides of axes of one index may be any.
+    Strides of axes with size one do not matter.
     """
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != step:

@@ -1,4 +1,4 @@
-"""The common language of all checkpoint formats: boxes, tensor descriptions, and the reader and writer protocols.
+"""The common interface of all checkpoint formats: boxes, tensor descriptions, and the reader and writer protocols.
 
 A checkpoint is a set of named tensors, each stored as chunks, plus named values that are not tensors ("objects").
 A chunk is a Box: an axis-aligned block of the global tensor.
@@ -41,7 +41,7 @@ class CheckpointError(Exception):
 
 
 class UnreadableValue(CheckpointError):
-    """An object whose value is no plain data. reason: what it is; holds_tensors: whether there are tensors in it."""
+    """An object whose value is not plain data. reason: what it is; holds_tensors: whether it contains tensors."""
 
     def __init__(self, message: str, reason: str, holds_tensors: bool) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class UnreadableValue(CheckpointError):
 ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*BYTES, *FLOAT8, *ONLY_JAX)}
 )
-"""DTYPES and what JAX has besides. Orbax stores these, an element a byte; PyTorch and safetensors lack them."""
+"""DTYPES and those that only JAX has, which Orbax stores with a byte per element, and PyTorch and safetensors lack."""
 DTYPES: Mapping[str, np.dtype] = MappingProxyType({name: ORBAX_DTYPES[name] for name in (*BYTES, *FLOAT8)})
 
 
@@ -60,7 +60,7 @@ _NAMES = {dtype: name for name, dtype in ORBAX_DTYPES.items()}
 
 @cache
 def name_of(dtype: np.dtype) -> str:
-    """The dtype's own name, kept: NumPy makes it anew at each look."""
+    """The dtype's own name, cached: NumPy builds it anew at each access."""
     return str(dtype.name)
 
 
@@ -72,7 +72,7 @@ def is_whole(dtype: np.dtype) -> bool:
 def dtype_from_name(name: str) -> np.dtype:
     """The NumPy (or ml_dtypes) dtype called `name`, e.g. "bfloat16". CheckpointError for an unknown name.
 
-    Files are read with it, so short names (`bridge.core.dtype_names`) are unknown here.
+    File readers use it, so short names (`bridge.core.dtype_names`) are unknown here.
     """
     if name not in ORBAX_DTYPES:
         raise CheckpointError(f"expected a dtype out of {', '.join(ORBAX_DTYPES)}, got {name[:80]!r}")
@@ -82,7 +82,7 @@ def dtype_from_name(name: str) -> np.dtype:
 def dtype_name(dtype: np.dtype, known: Mapping[str, np.dtype] = ORBAX_DTYPES) -> str:
     """The name PyTorch and JAX use for `dtype`. CheckpointError for one that is not known (e.g. strings)."""
     dtype = np.dtype(dtype)
-    # NumPy makes a dtype's name anew whenever it is asked for, which takes longer than all else here.
+    # NumPy builds a dtype's name anew at each access, which takes longer than everything else here.
     name = _NAMES.get(dtype)
     if name is None or name not in known:
         raise CheckpointError(f"expected a little-endian dtype out of {', '.join(known)}, got {dtype!r}")
@@ -119,7 +119,7 @@ class Box:
 
     def inside(self, shape: Sequence[int]) -> bool:
         """Whether the box has the rank of `shape` and lies within it."""
-        # By `map`: a generator takes longer than what it computes, and there may be 100,000 tensors.
+        # With `map`: a generator's overhead exceeds the computation, and there may be 100,000 tensors.
         return len(self.sizes) == len(shape) and all(map(le, self.stops, shape))
 
     def intersect(self, other: Box) -> Box | None:
@@ -131,9 +131,9 @@ class Box:
         return Box(low, sizes) if all(s > 0 for s in sizes) else None
 
     def slices(self, outer: Box | None = None) -> tuple[slice | EllipsisType, ...]:
-        """Index of this box in an array of the global tensor, or in one that holds just the box `outer`.
+        """Index of this box in an array of the global tensor, or in an array of just the box `outer`.
 
-        Begins with an Ellipsis, so that indexing an array of rank 0 gives an array, too.
+        Begins with an Ellipsis, so that indexing an array of rank 0 also gives an array.
         """
         base = outer.offsets if outer is not None else (0,) * len(self.offsets)
         starts = [o - b for o, b in zip(self.offsets, base, strict=True)]
@@ -164,8 +164,8 @@ class TensorInfo:
                 raise ValueError(f"tensor {self.name!r}: expected chunks inside {self.shape}, got {chunk}")
 
     def named(self, name: str, path: TreePath) -> TensorInfo:
-        """Another tensor of this shape and dtype, in the same chunks, which are not checked again."""
-        # A sixth of the time that `TensorInfo(...)` takes, which is much for 20,000 tensors that are alike.
+        """Another tensor with this shape, dtype and chunks, which are not checked again."""
+        # Takes a sixth of the time of `TensorInfo(...)`, which matters for 20,000 tensors that are alike.
         other = object.__new__(TensorInfo)
         put = object.__setattr__
         put(other, "name", name)
@@ -188,9 +188,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Loan:
-    """Elements for a while: `array` is read-only and row-major. `give_back` lets its memory be used again.
+    """Borrowed elements: `array` is read-only and row-major. `give_back` allows its memory to be reused.
 
-    crc: the CRC-32C of the elements, where these were compared with one; it need not be calculated again.
+    crc: the CRC-32C of the elements, if they were compared with one, so that it need not be calculated again.
     """
 
     array: np.ndarray
@@ -199,11 +199,11 @@ class Loan:
 
 
 Wanted: TypeAlias = tuple[str, memoryview]
-"""A tensor by its name, and memory for all of its elements."""
+"""A tensor's name, and memory for all of its elements."""
 
 
 class Checksums(NamedTuple):
-    """What is known of elements in row-major order: their CRC-32, as zip has it, and their CRC-32C."""
+    """Known checksums of elements in row-major order: their CRC-32, as in zip, and their CRC-32C."""
 
     crc32: int | None = None
     crc32c: int | None = None
@@ -217,7 +217,7 @@ Elements: TypeAlias = np.ndarray | Sequence[np.ndarray]
 
 
 class CheckpointReader(Protocol):
-    """A checkpoint opened for reading. Opening reads metadata only; the files are never written to."""
+    """A checkpoint opened for reading. Opening reads only metadata; the files are never written to."""
 
     @property
     def format(self) -> str:
@@ -243,28 +243,29 @@ class CheckpointReader(Protocol):
         """The tree path of every object, by name."""
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor, in the stored dtype, C-contiguous, in memory of its own.
+        """One block (default: all) of a tensor, in the stored dtype, C-contiguous, in newly allocated memory.
 
-        Needs memory for the box, plus one chunk where chunks are compressed. KeyError for an unknown name,
-        ValueError for a box outside the tensor, CheckpointError for damaged data.
+        Needs memory for the box, plus one chunk if chunks are compressed. KeyError for an unknown name, ValueError for
+        a box outside the tensor, CheckpointError for damaged data.
         """
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """The block in memory that is used again, checked as `read` does, if it lies in one piece in a file; else None.
+        """The block in reusable memory, checked as in `read`, if it is contiguous in a file; else None.
 
-        offset: the byte of a file that the elements will be written to. The memory begins as far behind a multiple of
-        4096, so that the elements can be written directly. Errors as `read`.
+        offset: the byte of a file to which the elements will be written. The memory begins at the same distance from a
+        multiple of 4096, so that the elements can be written directly. Errors as in `read`.
         """
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of each of these tensors, in row-major order, into memory of its bytes; the checksums computed meanwhile.
+        """Read each of these tensors whole, in row-major order, into its memory; return the computed checksums.
 
-        For small tensors that are one chunk each, in a local file as it is: neighbours are read together. Checked as
-        `read` does. None for all others, and where anything is wrong, which `read` says; memory holds anything then.
+        For small tensors that are one chunk each, stored unchanged in a local file: neighbours are read together.
+        Checked as in `read`. None for all other tensors, and if anything is wrong, which `read` then reports; the
+        memory's content is undefined then.
         """
 
     def files(self) -> Sequence[Path]:
-        """The files that hold the checkpoint, those that reading opens; none if it is in a store, at a URL."""
+        """The checkpoint's files that reading opens; none if it is in a store, at a URL."""
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
@@ -277,13 +278,13 @@ class CheckpointReader(Protocol):
 
 
 def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
-    """Why a tensor is listed but cannot be read, by its name: only some formats say so, see `SafetensorsReader`."""
+    """Why tensors are listed but cannot be read, by name: only some formats have such, see `SafetensorsReader`."""
     reasons: Mapping[str, str] = getattr(reader, "unreadable", {})
     return reasons
 
 
 def drop_options(names: Sequence[str], most: int = 40) -> str:
-    """The options of a command that leave out these names and no others, as a shell takes them."""
+    """Command-line options that leave out exactly these names, quoted for a shell."""
     patterns = (glob.escape(name).replace("'", "'\"'\"'") for name in names[:most])
     shown = " ".join(f"--drop '{pattern}'" for pattern in patterns)
     return shown + (" ..." if len(names) > most else "")
@@ -300,7 +301,7 @@ def require_tensor(reader: CheckpointReader, name: str) -> None:
 
 
 class CheckpointWriter(Protocol):
-    """A new checkpoint. It appears at `path` on commit, whole, or never.
+    """A new checkpoint. It appears at `path` on commit, complete, or never.
 
     Declare tensors, then write every box of `chunks(name)` exactly once in any order, then commit. As a context
     manager: commits on a clean exit, aborts on an exception.
@@ -323,8 +324,8 @@ class CheckpointWriter(Protocol):
     ) -> TensorInfo:
         """Declare a tensor; its `name` in the result is what `chunks` and `write` take.
 
-        path: tree path (ints are list positions), or the name. chunk_shape: a wish for the stored block size; default:
-        the writer's choice, blocks small enough to hold in memory. CheckpointError for a repeated name or a dtype the
+        path: tree path (ints are list positions), or the name. chunk_shape: the preferred stored block size; default:
+        the writer's choice, blocks that are small enough for memory. CheckpointError for a repeated name or a dtype the
         format lacks.
         """
 
@@ -332,41 +333,41 @@ class CheckpointWriter(Protocol):
         """The boxes that `write` expects, covering the tensor once; none for a tensor without elements."""
 
     def position(self, name: str, box: Box | None = None) -> tuple[str, int]:
-        """The file and byte where a tensor, once all are declared, or a chunk's elements begin; ("", 0) if unknown."""
+        """The file and byte at which a tensor (once all are declared) or a chunk's data begins; ("", 0) if unknown."""
 
     def stored(self, name: str) -> frozenset[Box]:
-        """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""
+        """The boxes of `chunks(name)` that a resumed attempt has already stored: they must not be written again."""
 
     def write(self, name: str, box: Box, array: Elements, *, crc: int | None = None) -> None:
         """Store one of `chunks(name)`; `array` has the box's sizes and the tensor's dtype, in any memory order.
 
-        It may be in parts, whose elements one after the other are those of the box in row-major order. crc: the
-        CRC-32C of the elements, if the caller has compared them with one.
+        It may come in parts, whose concatenated elements are those of the box in row-major order. crc: the CRC-32C of
+        the elements, if the caller has compared them with one.
 
         CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
         """
 
     def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill) -> Sequence[bool]:
-        """As `write`, for small chunks that ``fill`` puts, in row-major order, into memory that is the writer's own.
+        """Like `write`, for small chunks that ``fill`` puts, in row-major order, into the writer's own memory.
 
         So the elements of many small tensors go from file to file without another copy. ``fill`` is called with the
-        positions of some chunks, of which it may be any number at once, and memory for each, and returns what it knows
-        of each, or None for one that it does not fill. False for such a one, and for one that is not small or not on a
-        local file system: it is not written. Errors as `write`, and of ``fill``.
+        positions of any number of chunks and memory for each. It returns the known checksums of each chunk, or None for
+        a chunk that it does not fill. The result is False for a chunk that is not written: not filled, not small, or
+        not on a local file system. Errors as in `write`, and from ``fill``.
         """
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Store a value that is not a tensor: None, bool, int, float, str, or list, tuple, dict of these."""
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaves.py`.
+        """Declare special kinds of leaves of a JAX tree, by the names of tensors and objects; see `leaves.py`.
 
-        After the tensors and objects, and before the first `write`. CheckpointError for a typed key whose tensor is
-        not uint32 in Orbax.
+        Call it after declaring tensors and objects, and before the first `write`. CheckpointError for a typed key whose
+        tensor is not uint32 in Orbax.
         """
 
     def commit(self) -> None:
-        """Check that every chunk was written, sync to disk, and let the checkpoint appear."""
+        """Check that every chunk was written, sync to disk, and make the checkpoint appear."""
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""

@@ -15,15 +15,15 @@ Progress = Callable[[int, int, str], None]
 """Called as ``progress(bytes done, bytes in all, name of the tensor just done)``."""
 
 REGION_BYTES = 32 << 20
-"""Elements of a tensor handled at a time, in bytes. With the source region behind it, twice that is in memory."""
+"""Bytes of a tensor that are processed at a time. With the source region, twice as much is in memory."""
 
 
 CHUNK_BYTES = 32 << 20
-"""Largest chunk that DCP and safetensors writers make by themselves."""
+"""Largest chunk that DCP and safetensors writers make by default."""
 
 
 def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """The largest block of whole rows within 32 MiB; a row above that is cut along the next axis in turn."""
+    """The largest block of whole rows within 32 MiB; a larger row is cut along the next axis."""
     block = [max(n, 1) for n in shape]
     nbytes = dtype.itemsize
     for n in block:
@@ -40,10 +40,10 @@ def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...
 def group_boxes(
     boxes: Iterable[Box], itemsize: int, budget: int = REGION_BYTES
 ) -> Iterator[tuple[Box, list[Box]]]:
-    """Neighbouring boxes joined up to ``budget`` bytes: each joint box with the boxes it consists of.
+    """Neighbouring boxes joined up to ``budget`` bytes: each joint box with its boxes.
 
-    Boxes join in the order given while together they fill a box. Handling several small chunks at once matters when
-    they lie across the grain of the source, as in a transpose, where each one alone would touch the whole source.
+    Boxes join in the given order as long as together they fill a box. Processing several small chunks at once matters
+    if they cut across the source's layout, as in a transpose, where each chunk alone would touch the whole source.
     """
     joint: Box | None = None
     members: list[Box] = []
@@ -86,9 +86,9 @@ def check_coverage(shape: Sequence[int], chunks: Iterable[Box], what: str) -> No
     Empty chunks are ignored. `what` names tensor and file in the message. Linear in the number of chunks for the
     usual grids.
 
-    How: let g(x) = (number of chunks holding element x) - 1. Its difference along every axis is nonzero only at
-    corners of chunks, and vanishes everywhere exactly when g does; so corners, with sign, must cancel. The
-    lexicographically first corner that survives is itself an element with g != 0: the one to report.
+    How: let g(x) = (number of chunks holding element x) - 1. Its difference along every axis is nonzero only at corners
+    of chunks, and vanishes everywhere exactly if g does; so corners, with sign, must cancel. The lexicographically
+    first remaining corner is itself an element with g != 0, and is reported.
     """
     chunks = [c for c in chunks if c.numel]
     whole = Box.whole(shape)
@@ -136,11 +136,12 @@ def _intervals(box: Box) -> tuple[int | tuple[int, int], ...]:
 
 
 MAX_CHUNKS = 1 << 20
-"""Chunks of one tensor that a writer makes: each is a Box in memory, and a hostile shape may claim any number."""
+"""The most chunks of a tensor that a writer makes: each is a Box in memory, and a hostile shape may claim any
+number."""
 
 
 def grid_of_chunks(shape: Sequence[int], block: Sequence[int]) -> tuple[Box, ...]:
-    """Blocks covering the shape, in row-major order; those at the upper ends are smaller. None without elements.
+    """Blocks covering the shape, in row-major order; blocks at the upper ends are smaller. None without elements.
 
     CheckpointError for more than MAX_CHUNKS.
     """
@@ -167,7 +168,7 @@ class ChunkIndex:
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def touching(self, info: TensorInfo, box: Box) -> list[int]:
-        """Positions in `info.chunks` of those that share elements with the box."""
+        """Positions in `info.chunks` of the chunks that share elements with the box."""
         if not box.numel or len(info.chunks) == 1:
             return list(range(len(info.chunks))) if box.numel else []
         if info.name not in self._bounds:
@@ -181,7 +182,7 @@ class ChunkIndex:
 
 
 def box_of(info: TensorInfo, box: Box | None) -> Box:
-    """The box to be read, all of the tensor if None. ValueError when it is not inside."""
+    """The box to read, the whole tensor if None. ValueError if it is not inside."""
     if box is None:
         return Box.whole(info.shape)
     if not box.inside(info.shape):

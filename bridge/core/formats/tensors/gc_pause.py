@@ -1,4 +1,4 @@
-"""Python's search for reference cycles, put off while many objects are made that stay."""
+"""Pauses Python's search for reference cycles while many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The switch belongs to the process: the last of several users turns it on again.
+# The switch is per process: the last of several users turns it on again.
 _lock = threading.Lock()
 _users = 0
 _resume = False
@@ -15,10 +15,10 @@ _resume = False
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """While active, no search for reference cycles. For seconds, not for hours: others may have made some.
+    """While active, no search for reference cycles. For seconds, not hours: other code may create cycles.
 
-    The descriptions of tensors survive anyway; going through them again and again takes a fifth of the time that many
-    small tensors need, and tripled that of reading a pickle.
+    Tensor descriptions survive anyway. Scanning them again and again took a fifth of the time for many small tensors,
+    and tripled the time for reading a pickle.
     """
     global _users, _resume
     with _lock:

@@ -1,20 +1,20 @@
-"""Leaves of a tree: their names and paths, and what they are beyond arrays and values.
+"""Leaves of a tree: their names and paths, and their special kinds.
 
 "model.layers.0.w"   DCP, safetensors, torch.save      "model/layers/0/w"   Orbax, NumPy, flax
 
-What leaves of a JAX tree are, which other formats have no place for:
+Kinds of leaves in a JAX tree that other formats cannot express:
 
-    key<rbg>                               a typed PRNG key; stored is the uint32 data of `jax.random.key_data`
-    scalar                                 a number of Python, stored as an array without dimensions
+    key<rbg>                               a typed PRNG key, stored as the uint32 data of `jax.random.key_data`
+    scalar                                 a Python number, stored as an array without dimensions
     string                                 text that is a leaf of the tree
     None, Dict, List, Tuple, NamedTuple    None, and containers without leaves: a part of the tree's structure
 
-An Orbax checkpoint says so beside each leaf. Elsewhere these are an object, by name, which dictates what a conversion
-to Orbax makes of the leaf:
+An Orbax checkpoint records the kind with each leaf. Elsewhere an object records the kinds by name, and tells a
+conversion to Orbax what to make of the leaves:
 
     twinshard.leaves = {"rngs.dropout": "key<rbg>", "ema": "None", "step": "scalar"}
 
-None and empty containers below a top-level key that also has arrays are leaves of the tree without being noted.
+None and empty containers below a top-level key that also has arrays are leaves of the tree even without a note.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Final
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath
 
 MAX_NAME = 4096
-"""Characters of a tensor's or object's name, in all formats."""
+"""The most characters in the name of a tensor or object, in all formats."""
 
 _MAX_DEPTH = 256
 TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**63 - 1"
@@ -36,7 +36,7 @@ TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**6
 
 
 def is_tree_path(keys: Sequence[object]) -> bool:
-    """Whether these can be a leaf's path in all formats: see `TREE_PATH_KEYS`."""
+    """Whether these keys can be a leaf's path in all formats: see `TREE_PATH_KEYS`."""
     if not 0 < len(keys) <= _MAX_DEPTH:
         return False
     return set(map(type, keys)) == {str} or all(
@@ -45,7 +45,7 @@ def is_tree_path(keys: Sequence[object]) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether files can hold this text: a lone surrogate, which JSON and Python can express, is no character."""
+    """Whether files can store this text: a lone surrogate, which JSON and Python can express, is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -54,11 +54,11 @@ def is_unicode(text: str) -> bool:
 
 
 TREE_FORMATS = frozenset({"orbax", "npz", "msgpack"})
-"""Formats whose names join the keys of a path by "/"; the others join them by "."."""
+"""Formats whose names join the keys of a path by "/"; other formats use "."."""
 
 
 def separator_of(format: str) -> str:
-    """What joins the keys of a path in the names of a format."""
+    """The separator of a path's keys in the names of a format."""
     return "/" if format in TREE_FORMATS else "."
 
 
@@ -98,13 +98,13 @@ def key_kind(implementation: str) -> str:
 
 
 def key_implementation(leaf_kind: str | None) -> str | None:
-    """The inverse of `key_kind`; None for another kind, or none."""
+    """The inverse of `key_kind`; None for other kinds, or no kind."""
     match = _KEY.fullmatch(leaf_kind or "")
     return match and match[1]
 
 
 def empty_kind(value: object) -> str | None:
-    """The kind of a value that holds nothing; None for other values."""
+    """The kind of an empty value; None for other values."""
     if value is None:
         return "None"
     names: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
@@ -121,7 +121,7 @@ def is_kind_of(leaf_kind: str | None, value: object) -> bool:
 
 
 def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> dict[TreePath, str]:
-    """The kinds of objects that are leaves of the tree without being noted, such as the empty parts of an optax chain.
+    """The kinds of objects that are leaves even without a note, such as the empty parts of an optax chain.
 
     arrays: the paths of all tensors.
     """
@@ -134,7 +134,7 @@ def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]
 
 
 def kinds_of(reader: CheckpointReader) -> Mapping[str, str]:
-    """The kinds of tensors and objects by name, as the checkpoint's format says or as an object notes them."""
+    """The kinds of tensors and objects by name, from the checkpoint's format or from an object that notes them."""
     own: Mapping[str, str] | None = getattr(reader, "kinds", None)
     if own is not None:
         return own
@@ -146,7 +146,7 @@ def kinds_of(reader: CheckpointReader) -> Mapping[str, str]:
 
 
 def key_types(reader: CheckpointReader) -> dict[str, str]:
-    """The implementations of typed PRNG keys by the names of the tensors of uint32 that hold their data."""
+    """The implementations of typed PRNG keys, by the names of the uint32 tensors with their data."""
     implementations = {name: key_implementation(leaf_kind) for name, leaf_kind in kinds_of(reader).items()}
     return {
         name: leaf_kind
@@ -156,11 +156,11 @@ def key_types(reader: CheckpointReader) -> dict[str, str]:
 
 
 def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
-    """The kinds of all leaves of the tree, by name, those that are implied among them."""
+    """The kinds of all leaves of the tree, by name, including implied ones."""
     paths = {path: name for name, path in reader.object_paths.items()}
     values = {}
     for path, name in paths.items():
-        # A value that cannot be read is no empty container.
+        # A value that cannot be read is not an empty container.
         with suppress(CheckpointError):
             values[path] = reader.objects[name]
     implied = implied_kinds((info.path for info in reader.tensors.values()), values)

@@ -1,7 +1,7 @@
-"""Plain values: what checkpoints hold besides tensors, checked and copied.
+"""Plain values: a checkpoint's contents other than tensors, checked and copied.
 
 None, bool, int, float, str, bytes, and list, tuple, dict of these. A small file may refer to one long text a million
-times, and would then describe terabytes: whatever is copied is counted at every place that refers to it.
+times, and so describe terabytes: a copy counts at every place that refers to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_NODES = 1 << 20
 PLAIN_VALUE = "expected None, bool, int, float, str, or list, tuple, dict of these"
 _MAX_DEPTH = 32
 _MAX_TEXT = 128 << 20
-_MAX_INT_BYTES = 255  # what a pickle's LONG1 can hold
+_MAX_INT_BYTES = 255  # the limit of a pickle's LONG1
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def plain_value(
 ) -> object:
     """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
 
-    binary: whether bytes are allowed. foreign: for an object of another type, the bytes or the value that it describes,
-    or the name that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32
-    or above a million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is
-    not valid Unicode.
+    binary: whether bytes are allowed. foreign: for an object of another type, gives the bytes or the value that it
+    describes, or its name for errors. CheckpointError, beginning with `what`, for anything else, for trees deeper than
+    32 or above a million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that
+    is not valid Unicode.
     """
     budget, letters = MAX_NODES, _MAX_TEXT
     described: dict[int, bytes | str | Described] = {}
@@ -81,7 +81,7 @@ def plain_value(
                         f"{what}: expected dict keys that are str or int, got {type(key).__name__}"
                     )
             return {copy(key, depth + 1): copy(item, depth + 1) for key, item in node.items()}
-        # Decoded once for all places that refer to the object: there may be a million of them.
+        # Decoded once for all places that refer to the object: there may be a million places.
         description = described[id(node)] = described.get(id(node)) or foreign(node)
         if isinstance(description, bytes):
             return counted(description)

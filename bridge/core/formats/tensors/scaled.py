@@ -1,4 +1,4 @@
-"""Tensors stored in few bits with scales: which scales a box needs, and the numbers that payload and scales stand for.
+"""Tensors stored in few bits with scales: which scales a box needs, and the numbers that payload and scales represent.
 
 ::
 
@@ -8,10 +8,10 @@
     | p20 ...                 |   | s2 |                                                | s10 s11 ...             |
     | p30 ...                 |   | s3 |
 
-A number is its payload times its scale, in float32. A scale has as many axes as its tensor. Each axis of the scale has
-a size that divides the tensor's: ``n`` numbers that follow each other along an axis of ``n * s`` share one of ``s``
-scales. Optimizers store a scale for each row. A checkpoint that was translated to another model's layout keeps payload
-and scales bit for bit, so there the scales lie as its source's rows do.
+A number is its payload times its scale, in float32. A scale tensor has as many axes as its tensor. The size of each of
+its axes divides the tensor's size: ``n`` consecutive numbers along an axis of ``n * s`` share one of ``s`` scales.
+Optimizers store one scale for each row. A checkpoint that was translated to another model's layout keeps payload and
+scales bit for bit, so its scales follow the rows of the source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointRea
 
 
 def run_lengths(shape: Sequence[int], scale_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """For each axis the numbers that share a scale; None where the scale is of no tensor of this shape."""
+    """For each axis, how many numbers share a scale; None if the scale does not fit a tensor of this shape."""
     if len(shape) != len(scale_shape):
         return None
     pairs = list(zip(shape, scale_shape, strict=True))
@@ -34,14 +34,14 @@ def run_lengths(shape: Sequence[int], scale_shape: Sequence[int]) -> tuple[int, 
 
 
 def scale_box(box: Box, runs: Sequence[int]) -> Box:
-    """The scales of the numbers in ``box``, of a tensor with these ``run_lengths``."""
+    """The box of scales for the numbers in ``box``, for a tensor with these ``run_lengths``."""
     low = tuple(offset // run for offset, run in zip(box.offsets, runs, strict=True))
     high = (-(-stop // run) for stop, run in zip(box.stops, runs, strict=True))
     return Box(low, tuple(max(0, stop - start) for start, stop in zip(low, high, strict=True)))
 
 
 def decode(payload: np.ndarray, box: Box, scale: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-    """The numbers of ``box`` in float32: ``payload`` has the box's sizes, ``scale`` those of its ``scale_box``."""
+    """The numbers of ``box`` in float32: ``payload`` has the box's sizes, ``scale`` the sizes of its ``scale_box``."""
     for axis, (run, start, stop) in enumerate(zip(runs, box.offsets, box.stops, strict=True)):
         if run > 1 and scale.shape[axis] > 1:
             scale = np.take(scale, np.arange(start, stop) // run - start // run, axis)
@@ -51,14 +51,14 @@ def decode(payload: np.ndarray, box: Box, scale: np.ndarray, runs: Sequence[int]
 def read_decoded(reader: CheckpointReader, name: str, scale: str, box: Box | None = None) -> np.ndarray:
     """The numbers in one block (default: all) of tensor ``name`` with the scales of tensor ``scale``, in float32.
 
-    Raises CheckpointError, with both names, where the scales are of a tensor of another shape.
+    Raises CheckpointError, with both names, if the scales belong to a tensor of another shape.
     """
     info, scales = reader.tensors[name], reader.tensors[scale]
     runs = run_lengths(info.shape, scales.shape)
     if runs is None:
         raise CheckpointError(
-            f"{reader.path}: {scale} has shape {scales.shape}: expected for each axis a size that divides that of "
-            f"{name}, of shape {info.shape}"
+            f"{reader.path}: {scale} has shape {scales.shape}: expected each size to divide the size of {name}, of "
+            f"shape {info.shape}, along the same axis"
         )
     box = Box.whole(info.shape) if box is None else box
     return decode(reader.read(name, box), box, reader.read(scale, scale_box(box, runs)), runs)

@@ -1,12 +1,12 @@
-"""What readers have in common: they close at the end of a `with` block, read values when asked, and wrap each other.
+"""The common part of readers: they close at the end of a `with` block, read values on demand, and wrap each other.
 
-    SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
+    SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which users open and close
 
-A reader stops at the first damaged part of a checkpoint. `verify` goes on with the others:
+A reader stops at the first damaged part of a checkpoint. `verify` continues with the other parts:
 
-    with damage_noted() as damage:                `verify`: the reader has what could be opened, `damage` the rest
+    with damage_noted() as damage:                `verify`: the reader has the opened parts, `damage` the rest
         reader = open_checkpoint(path)
-    with one_part("model-00002.safetensors"):     a reader, around what concerns that part alone
+    with one_part("model-00002.safetensors"):     a reader, around code for this part only
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ClosedAtEnd(ABC):
 
 
 class ReadWhenAsked(Mapping[str, object]):
-    """The values of these names. `read` is called at each look-up: a damaged value must not hide the others."""
+    """The values of these names. `read` is called at each look-up: a damaged value must not hide other values."""
 
     def __init__(self, names: Collection[str], read: Callable[[str], object]) -> None:
         self._names, self._read = names, read
@@ -61,7 +61,7 @@ class ReadWhenAsked(Mapping[str, object]):
             raise KeyError(name)
         return self._read(name)
 
-    # Mapping's own would look the value up, and so read it.
+    # Mapping's own method would look the value up, and so read it.
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
@@ -73,7 +73,7 @@ class ReadWhenAsked(Mapping[str, object]):
 
 
 def value_of(reader: CheckpointReader, name: str) -> object:
-    """The value of an object; None where it cannot be read."""
+    """The value of an object; None if it cannot be read."""
     try:
         return reader.objects[name]
     except CheckpointError:
@@ -81,9 +81,9 @@ def value_of(reader: CheckpointReader, name: str) -> object:
 
 
 class WrappingReader(ClosedAtEnd):
-    """A reader that answers as another one does, where a subclass does not say otherwise; see `CheckpointReader`.
+    """A reader that delegates to another reader, unless a subclass overrides it; see `CheckpointReader`.
 
-    Closing it closes the other one.
+    Closing it closes the other reader.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -93,7 +93,7 @@ class WrappingReader(ClosedAtEnd):
         self.tensors: Mapping[str, TensorInfo] = reader.tensors
         self.objects: Mapping[str, object] = reader.objects
         self.object_paths: Mapping[str, TreePath] = reader.object_paths
-        # Of formats that say so beside each leaf.
+        # For formats that record the kind with each leaf.
         self.kinds: Mapping[str, str] | None = getattr(reader, "kinds", None)
         self.unreadable: Mapping[str, str] = unreadable(reader)
 
@@ -102,15 +102,15 @@ class WrappingReader(ClosedAtEnd):
         return self._reader.read(name, box)
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
-        """One block where it is in the file; see `CheckpointReader.lend`."""
+        """One block lent from the file; see `CheckpointReader.lend`."""
         return self._reader.lend(name, box, offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        """Read each of these small tensors whole into memory; see `CheckpointReader.read_into`."""
         return self._reader.read_into(wanted)
 
     def files(self) -> Sequence[Path]:
-        """Those of the whole checkpoint."""
+        """The files of the whole checkpoint."""
         return self._reader.files()
 
     def close(self) -> None:
@@ -118,11 +118,11 @@ class WrappingReader(ClosedAtEnd):
 
 
 class AlteredReader(WrappingReader):
-    """A reader with some tensors under other names, or made of what the wrapped one reads."""
+    """A reader with some tensors under other names, or computed from the wrapped reader's tensors."""
 
     @abstractmethod
     def _own(self, name: str) -> str | None:
-        """The wrapped reader's name for a tensor; None for one that `_made` makes, whose elements are in no file."""
+        """The wrapped reader's name for a tensor; None for one that `_made` computes, with elements in no file."""
 
     def _made(self, name: str, box: Box | None) -> np.ndarray:
         raise KeyError(name)
@@ -150,7 +150,7 @@ _DAMAGE: ContextVar[dict[str, CheckpointError] | None] = ContextVar("damage", de
 
 @contextmanager
 def damage_noted() -> Iterator[dict[str, CheckpointError]]:
-    """Checkpoints that this thread opens inside leave damaged parts out; what is wrong, by the parts' names."""
+    """Checkpoints that this thread opens inside leave out damaged parts; yields what is wrong, by the parts' names."""
     damage: dict[str, CheckpointError] = {}
     token = _DAMAGE.set(damage)
     try:
@@ -159,10 +159,10 @@ def damage_noted() -> Iterator[dict[str, CheckpointError]]:
         _DAMAGE.reset(token)
 
 
-class one_part:  # named as a function is, as those of contextlib are
-    """What concerns one file, array or member of a checkpoint, whose CheckpointError may leave the others whole.
+class one_part:  # named like a function, as contextlib's classes are
+    """Wraps code for one file, array or member of a checkpoint, whose CheckpointError may leave other parts intact.
 
-    A class, since readers enter it for each array: a generator costs twice the calls.
+    A class, since readers enter it for each array: a generator costs twice as many calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -181,7 +181,7 @@ class one_part:  # named as a function is, as those of contextlib are
 
 
 def home_of(reader: CheckpointReader) -> Path:
-    """Where a checkpoint that was opened is, here or in a store; of one item or folder, where that is."""
-    # A reader of a store has opened one of the format there, whose path is in the store's listing.
+    """The place of an opened checkpoint, here or in a store; for one item or folder, the place of that."""
+    # A store's reader wraps a reader of the format, whose path is in the store's listing.
     opened: CheckpointReader = getattr(reader, "opened", reader)
     return Path(opened.path) if isinstance(opened.path, str) else opened.path

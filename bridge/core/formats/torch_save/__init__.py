@@ -1,1 +1,1 @@
-"""What torch.save writes, read without PyTorch: one zip file, or the shards of a Hugging Face model."""
+"""Files of torch.save, read without PyTorch: one zip file, or the shards of a Hugging Face model."""

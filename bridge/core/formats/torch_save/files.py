@@ -14,7 +14,7 @@ from bridge.core.text import first_of
 TRAINING_STATE: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_|(optim|extra_state)_world_size_).*"
 )
-"""Names of what trainers and exporters write beside weights, in files that end as these do."""
+"""Names of other files with the same suffixes that trainers and exporters write next to weights."""
 TORCH_FILES: Final = FileKind(
     (".bin", ".pt", ".pth", ".ckpt"),
     (
@@ -32,13 +32,13 @@ TORCH_FILES: Final = FileKind(
 _KIND: Final = "a zip file of torch.save"
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _PICKLE: Final = b"\x80"
-_SAVE_AGAIN: Final = "load it with a PyTorch that you trust it to, and save it again by torch.save"
+_SAVE_AGAIN: Final = "if you trust the file, load it with PyTorch, and save it again with torch.save"
 
 
 def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
     """The members of the file, by name without their folder.
 
-    CheckpointError when this is no zip file of torch.save: what it is is said, where that is known.
+    CheckpointError if this is not a zip file of torch.save; the message says what it is, if known.
     """
     path = files.directory / name
     size = path.stat().st_size
@@ -60,7 +60,7 @@ def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
         members[short] = member
     if "constants.pkl" in members or any(short.startswith("code/") for short in members):
         raise CheckpointError(
-            f"{path}: expected {_KIND}, found a program of TorchScript: save the state_dict() of the module instead"
+            f"{path}: expected {_KIND}, found a TorchScript program: save the state_dict() of the module instead"
         )
     if "data.pkl" not in members:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
     for member in members.values():
         if member.method != STORED:
             raise CheckpointError(
-                f"{path}: expected {_KIND}, but its member {member.name!r:.200} is compressed: "
-                "store it as it is, as PyTorch does"
+                f"{path}: expected {_KIND}, but its member {member.name!r:.200} is compressed: store it uncompressed, "
+                "as PyTorch does"
             )
     return members

@@ -1,7 +1,7 @@
-"""Files of torch.save that each rank has written, joined to the tensors that they are pieces of.
+"""Files of torch.save that each rank has written, with their pieces joined to whole tensors.
 
 verl's, SkyRL's and others' model_world_size_2_rank_0.pt, ..._rank_1.pt: state dicts of FSDP2, whose DTensors say where
-each piece belongs. What is no DTensor must be the same in all files, or nothing says how to join it.
+each piece belongs. Everything else must be the same in all files, since nothing says how to join it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from bridge.core.text import first_of
 
 
 def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader:
-    """The reader of what torch.save wrote at `path`: of one model, or of the pieces of several ranks."""
+    """The reader for torch.save's files at `path`: of one model, or of the pieces of several ranks."""
     return (RanksReader if TORCH_FILES.find(path).of_ranks else TorchSaveReader)(path, verify)
 
 
 class RanksReader(SingleChunkReader):
     """The files of all ranks as one checkpoint, opened for reading; see `CheckpointReader` and `TorchSaveReader`.
 
-    A chunk is what one rank has. CheckpointError for pieces that do not make up their tensor, and for tensors that are
-    no DTensors and differ.
+    A chunk is one rank's piece. CheckpointError for pieces that do not make up their tensor, and for tensors that are
+    not DTensors and differ.
     """
 
     format = "torch"
@@ -53,7 +53,7 @@ class RanksReader(SingleChunkReader):
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors, by name. UnreadableValue from a look-up where ranks have different ones."""
+        """Values that are not tensors, by name. UnreadableValue from a look-up if ranks have different values."""
         return ReadWhenAsked(self.object_paths, self._object)
 
     def checksummed(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class RanksReader(SingleChunkReader):
         return name not in self._unreadable and all(rank.checksummed(name) for _, rank in self._pieces[name])
 
     def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
-        """Tensors with a damaged piece in a file, where another file has the piece, too, and what is wrong with it."""
+        """Tensors with a damaged piece that another file has intact, and what is wrong with the piece."""
         for name, rank in self._copies:
             try:
                 rank.check_stored(name)
@@ -91,7 +91,7 @@ class RanksReader(SingleChunkReader):
         value = having[0].objects[name]
         for rank in having[1:]:
             if object_checksum(rank.objects[name]) != object_checksum(value):
-                reason = f"another value in {rank.path.name} than in {having[0].path.name}"
+                reason = f"different values in {rank.path.name} and {having[0].path.name}"
                 raise UnreadableValue(
                     f"{self.path}: object {name!r:.200}: {reason}", reason, holds_tensors=False
                 )
@@ -138,7 +138,7 @@ class RanksReader(SingleChunkReader):
             )
 
     def _boxes(self, name: str, whole: Box, having: Sequence[TorchSaveReader]) -> list[Box] | None:
-        """What each rank has of a tensor, all of one that is no DTensor; None where that is not known."""
+        """Each rank's piece of a tensor, the whole tensor if it is not a DTensor; None if that is not known."""
         pieces = [rank.pieces.get(name) for rank in having]
         mesh = [max(axis) + 1 for axis in zip(*(p.coordinate for p in pieces if p is not None), strict=False)]
         boxes = [whole if piece is None else piece.box(mesh) for piece in pieces]

@@ -1,11 +1,11 @@
 """Reads what torch.save wrote, region by region, without PyTorch and without running anything it contains.
 
     model.pt, a zip file
-      model/data.pkl       a pickle: the tree, in which a tensor says where its elements are: storage, offset, strides
+      model/data.pkl       a pickle: the tree, with the place of each tensor's elements: storage, offset, strides
       model/byteorder      "little"
       model/data/0         the bytes of storage 0; several tensors may share them
 
-Names are those of DCP: {"model": {"a.weight": t}, "step": 3} has the tensor "model.a.weight" and the object "step".
+Names are as in DCP: {"model": {"a.weight": t}, "step": 3} has the tensor "model.a.weight" and the object "step".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
 
 PIECE: Final = (
-    "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
+    "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder with all files"
 )
 _ZERO_3: Final = (
     "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: run "
@@ -49,12 +49,12 @@ _ZERO_3: Final = (
 )
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
-"""Bytes of a tensor whose elements share memory, as those of `expand` do: more than its storage has."""
+"""The most bytes of a tensor whose elements share memory, as after `expand`: more than its storage has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file: its elements in a storage whose place there is not yet looked up."""
+    """A tensor in a file: its elements in a storage whose place in the file has not been looked up yet."""
 
     file: str
     member: Member
@@ -64,12 +64,12 @@ class _Stored:
 class TorchSaveReader(SingleChunkReader):
     """A checkpoint of torch.save, opened for reading; see `CheckpointReader`. `path`: a file, an index or a directory.
 
-    Opening reads the directory and the pickle of each file. No class and no function that a pickle names is imported
-    or called. A value that needs one is an object that cannot be read, and hides no other. Tensors may be views that
-    share a storage: each is a tensor of its own here. `unreadable`: by name, why a tensor can be listed only. `verify`:
-    compare each storage with its CRC-32 before a part of it is first used. May be used by several threads.
+    Opening reads the directory and the pickle of each file. No class or function that a pickle names is imported or
+    called. A value that needs one is an object that cannot be read, and does not affect others. Tensors may be views
+    that share a storage: here each is a separate tensor. `unreadable`: by name, why a tensor can only be listed.
+    `verify`: compare each storage with its CRC-32 before any part of it is used. May be used by several threads.
 
-    CheckpointError for a file that is damaged or of another kind, and for tensors that reach outside of their storage.
+    CheckpointError for a file that is damaged or of another kind, and for tensors that extend beyond their storage.
     """
 
     format = "torch"
@@ -83,7 +83,7 @@ class TorchSaveReader(SingleChunkReader):
         self._stored: dict[str, _Stored | np.ndarray] = {}
         self._values: dict[str, tuple[object, str]] = {}
         self.pieces: dict[str, LocalPiece] = {}
-        """Of DTensors, by name, what the file has; their shape in `tensors` is that of the whole."""
+        """The file's pieces of DTensors, by name; their shape in `tensors` is the whole tensor's."""
         owners: dict[str, str] = {}
         whole: set[str] = set()
         for file in self._fileset.names:
@@ -105,7 +105,7 @@ class TorchSaveReader(SingleChunkReader):
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors, by name. CheckpointError from a look-up for one that is no plain value."""
+        """Values that are not tensors, by name. CheckpointError from a look-up of a value that is not plain."""
         return ReadWhenAsked(self._values, self._object)
 
     def checksummed(self, name: str) -> bool:
@@ -114,22 +114,22 @@ class TorchSaveReader(SingleChunkReader):
         return isinstance(stored, _Stored) and (stored.tensor.record.crc is not None)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Of what the file has of a tensor."""
+        """The shape of the file's piece of a tensor."""
         stored = self._stored[name]
         return stored.tensor.shape if isinstance(stored, _Stored) else stored.shape
 
     def read_stored(self, name: str, box: Box, target: np.ndarray) -> None:
-        """Write a block of what the file has of a tensor, whose elements may be a piece, into `target`."""
+        """Write a block of the file's piece of a tensor into `target`."""
         info = self._tensors[name]
         (self._copy if self._in_place(info) else self._fill)(info, box, target)
 
     def check_stored(self, name: str) -> None:
-        """CheckpointError where what the file has of a tensor is not what its checksum says."""
+        """CheckpointError if the file's piece of a tensor does not match its checksum."""
         if self._in_place(self._tensors[name]):
             self._part(self._tensors[name], Box.whole(self.stored_shape(name)))
 
     def holds_the_same(self, name: str, other: TorchSaveReader) -> bool:
-        """Whether another file has the same elements of a tensor, by checksums where both have some."""
+        """Whether another file has the same elements of a tensor, by checksums if both have some."""
         mine, theirs = self._stored[name], other._stored[name]
         if isinstance(mine, _Stored) and isinstance(theirs, _Stored):
             alike = [
@@ -180,13 +180,13 @@ class TorchSaveReader(SingleChunkReader):
         return value_of(node, f"{what}: object {name!r:.200}")
 
     def _read_file(self, file: str) -> Iterator[tuple[str, str | None]]:
-        """Take up the leaves of a file: each name, and for a tensor that cannot be read the reason."""
+        """Register the leaves of a file: each name, and for a tensor that cannot be read the reason."""
         what = str(self._regular_file(file))
         members = members_of(self._files, file)
         if "byteorder" in members and (order := self._small(file, members["byteorder"], 16)) != b"little":
             raise CheckpointError(f"{what}: expected little-endian data, got byte order {order!r}")
         listed = list(members.values())
-        # The start is the place in the list until it is looked up; torch.save can be told to skip checksums: 0.
+        # The start is the position in the list until it is looked up; a checksum of 0: torch.save was told to skip it.
         records = {
             name: Record(position, m.size, m.crc if m.crc or not m.size else None)
             for position, (name, m) in enumerate(members.items())
@@ -218,7 +218,7 @@ class TorchSaveReader(SingleChunkReader):
         self._stored[name] = _Stored(file, members[tensor.record.start], tensor)
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if nbytes > max(tensor.record.size, _MAX_REPEATED):
-            reason = f"{nbytes} bytes made of {tensor.record.size} by repeating them"
+            reason = f"{nbytes} bytes that repeat {tensor.record.size} stored bytes"
         return tensor.shape, tensor.dtype, reason
 
     def _small(self, file: str, member: Member, limit: int) -> bytes:

@@ -1,12 +1,12 @@
-"""The leaves of what torch.save has pickled: tensors, arrays of NumPy, and other values, each with its path.
+"""The leaves of an object that torch.save has pickled: tensors, NumPy arrays, and other values, each with its path.
 
 Paths and names are those that DCP gives a state_dict (`torch.distributed.checkpoint.format_utils.torch_save_to_dcp`):
-mappings are gone into, and so are lists that hold tensors or mappings; keys are text. Tuples with tensors, which DCP
-keeps as one value, are gone into as well.
+mappings are expanded, and so are lists that contain tensors or mappings; keys are text. Tuples with tensors, which DCP
+keeps as one value, are expanded as well.
 
-Each rank's file has a part of a DTensor. `Shard` cuts as `torch.chunk` does: ceil(size / ranks) rows, the last
-parts smaller or empty. Of mesh axes that cut one dimension the first cuts first; but `_StridedShard`, which FSDP2
-writes for a dimension that tensor parallelism has cut before, cuts what the axes after it leave.
+Each rank's file has a part of a DTensor. `Shard` cuts like `torch.chunk`: ceil(size / ranks) rows, with the last parts
+smaller or empty. If several mesh axes cut one dimension, the first axis cuts first. But `_StridedShard`, which FSDP2
+writes for a dimension that tensor parallelism has already cut, cuts the result of the later axes.
 
     model_world_size_2_rank_0.pt    0.weight: local (4, 5) of (7, 5), Shard(0) on a mesh of 2, coordinate 0  -> rows 0:4
     model_world_size_2_rank_1.pt    0.weight: local (3, 5) of (7, 5), Shard(0) on a mesh of 2, coordinate 1  -> rows 4:7
@@ -48,13 +48,13 @@ _MAX_DEPTH: Final = 64
 def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
     """Each leaf with its path: the Call of a tensor, an ndarray, or something else.
 
-    CheckpointError, beginning with `what`, when the root is no mapping or list, and when the tree is too deep or too
-    large to be one: a small pickle can describe a large tree by naming one part often.
+    CheckpointError, beginning with `what`, if the root is not a mapping or list, and if the tree is too deep or too
+    large: a small pickle can describe a large tree by referring to one part many times.
     """
     if not isinstance(root, dict | list | tuple):
         raise CheckpointError(
-            f"{what}: expected a state_dict, or a mapping of some, found {described(root)}: of a module save the "
-            "state_dict(), of a tensor a dict with its name"
+            f"{what}: expected a state_dict, or a mapping of state_dicts, found {described(root)}: for a module save "
+            "its state_dict(), for a tensor a dict with the tensor's name"
         )
     budget = MAX_NODES
     stack: list[tuple[TreePath, object]] = [((), root)]
@@ -88,7 +88,7 @@ def is_tensor(node: object) -> bool:
 
 
 def value_of(node: object, what: str) -> object:
-    """A leaf as a plain value. UnreadableValue, beginning with `what`, which names what it is, for others."""
+    """A leaf as a plain value. For other leaves UnreadableValue, beginning with `what`, which names the leaf's type."""
     if isinstance(node, Name) and node.dotted.startswith("torch."):
         return node.dotted
     match node:
@@ -101,7 +101,7 @@ def value_of(node: object, what: str) -> object:
 
 
 class _Tree:
-    """What nodes are. Each is looked into once: a pickle may name one a million times."""
+    """Classifies nodes. Each node is inspected once: a pickle may refer to one node a million times."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -109,7 +109,7 @@ class _Tree:
         self._gone_into: dict[int, bool] = {}
 
     def unwrapped(self, node: object) -> object:
-        """A parameter's or buffer's tensor, an array of NumPy, the dict of an ordered one; other nodes as they are."""
+        """A parameter's or buffer's tensor, a NumPy array, the dict of an ordered dict; other nodes unchanged."""
         for _ in range(4):
             match node:
                 case Call(name=name, args=(tensor, *_)) if name in _PARAMETERS:
@@ -130,13 +130,13 @@ class _Tree:
         return node
 
     def is_gone_into(self, node: list[object] | tuple[object, ...], depth: int = 0) -> bool:
-        """Whether a list holds mappings or tensors, at some depth."""
+        """Whether a list contains mappings or tensors, at any depth."""
         if id(node) not in self._gone_into:
             if depth > _MAX_DEPTH:
                 raise CheckpointError(
                     f"{self._what}: expected lists nested {_MAX_DEPTH} deep at most, found more"
                 )
-            self._gone_into[id(node)] = False  # of a list that holds itself
+            self._gone_into[id(node)] = False  # for a list that contains itself
             self._gone_into[id(node)] = any(self._counts(self.unwrapped(entry), depth) for entry in node)
         return self._gone_into[id(node)]
 
@@ -162,9 +162,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """What one file has of a DTensor. shape: of the whole. local: the description of the elements in the file.
+    """One file's piece of a DTensor. shape: of the whole tensor. local: the description of the elements in the file.
 
-    placements, coordinate: by axis of the mesh.
+    placements, coordinate: by mesh axis.
     """
 
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ class LocalPiece:
     coordinate: tuple[int, ...]
 
     def box(self, mesh: Sequence[int]) -> Box | None:
-        """Where it belongs, on a mesh of these sizes; None where that is not known."""
+        """Where it belongs, on a mesh of these sizes; None if that is not known."""
         if len(mesh) != len(self.placements):
             return None
         offsets, sizes = [0] * len(self.shape), [*self.shape]
@@ -198,7 +198,7 @@ class LocalPiece:
 
 
 def local_piece(node: object) -> LocalPiece | None:
-    """The piece that a pickled DTensor describes; None for anything else, and for placements that are not known."""
+    """The piece that a pickled DTensor describes; None for anything else, and for unknown placements."""
     match node:
         case Call(
             name=name,

@@ -1,1 +1,1 @@
-"""Checkpoints as a whole: several parts read as one, steps, pipelines, companions, what may be replaced."""
+"""Whole checkpoints: several parts read as one, steps, pipelines, companions, and which paths may be replaced."""

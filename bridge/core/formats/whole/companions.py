@@ -1,14 +1,14 @@
-"""What lies beside the files of a checkpoint: companions, which go along, and weights that are left alone.
+"""Files next to a checkpoint: companions, which are copied, and weights that are not read.
 
     hf_folder/config.json, tokenizer.json, model.safetensors   ->   flax/config.json, tokenizer.json, _METADATA, d/ ...
 
-Companions travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads
-sizes of axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized.
-Code (*.py), notes and licences are no companions. Files that look like weights, and are not read, are named:
+Companions are copied byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads
+sizes of axes from the same `config.json`. Only its `quantization_config` is dropped if weights were dequantized. Code
+(*.py), notes and licences are not companions. Files that look like weights but are not read are reported:
 
 hf_folder/model.safetensors              read
          /model-mtp-of-00003.safetensors, optimizer.pt, adapter_model.safetensors, 2_Dense/model.safetensors    named
-         /config.json, tokenizer.json, training_args.bin, README.md         nothing that anyone could miss
+         /config.json, tokenizer.json, training_args.bin, README.md         not reported: nobody would miss them
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from bridge.core.formats.whole.composite import PIPELINE_FILE, JoinedReader, pip
 _MAX_CONFIG: Final = 1 << 20
 ADAPTER: Final = "adapter_"
 ADAPTER_CONFIG: Final = "adapter_config.json"
-"""Where it is, `from_pretrained` looks for the adapter's weights."""
+"""If it exists, `from_pretrained` looks for the adapter's weights."""
 QUANTIZATION: Final = "quantization_config"
 
 
 def companions_home(where: Path) -> Path:
-    """Where the companions of the checkpoint at ``where`` are: of an item of an Orbax step, beside the items."""
+    """The folder with the companions of the checkpoint at ``where``: for an item of an Orbax step, the step."""
     if not (where / TREE_FILE).is_file() or any(is_companion(child.name) for child in where.iterdir()):
         return where
     return where.parent if (where.parent / STEP_FILE).is_file() else where
 
 
 def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path] | None:
-    """The fields of a checkpoint's `config.json`, and the path of that file; None where the folder has no such file.
+    """The fields of a checkpoint's `config.json`, and the path of that file; None if the folder has no such file.
 
-    CheckpointError when the file cannot be read.
+    CheckpointError if the file cannot be read.
     """
     home = companions_home(home_of(reader))
     directory = home if home.is_dir() else home.parent
@@ -69,11 +69,11 @@ def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path]
 
 @dataclass(frozen=True)
 class Companions:
-    """The companions of a source, which go along to its copy.
+    """The companions of a source, which are copied with it.
 
-    files: by name. refused: why others of these names do not go along. kept: names of those of a replaced checkpoint
-    that stay, since the source has none of their name; filled by `place`. dequantized: whether the copy's weights are
-    not quantized as `config.json` says of the source's.
+    files: by name. refused: why other files with such names are not copied. kept: names of a replaced checkpoint's
+    companions that stay, since the source has none with their name; filled by `place`. dequantized: whether the copy's
+    weights, unlike the source's, are no longer quantized as `config.json` says.
     """
 
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -83,16 +83,17 @@ class Companions:
 
     @staticmethod
     def beside(path: Path) -> Companions:
-        """Those of the checkpoint at ``path``, a directory or one file.
+        """The companions of the checkpoint at ``path``, a directory or one file.
 
-        Files beside one file are a model's only where a `config.json` is among them: the directory may be anybody's.
+        Files next to a single file belong to a model only if one is a `config.json`: the directory may contain
+        anything.
         """
         directory = path if path.is_dir() else path.parent
         if directory != path and not (directory / CONFIG_FILE).is_file():
             return Companions()
         files: dict[str, Path] = {}
         if (directory / PIPELINE_FILE).is_file():
-            # Of a converted pipeline, too, whose folders hold nothing else.
+            # Also for a converted pipeline, whose folders contain nothing else.
             with suppress(CheckpointError):
                 files.update(pipeline_companions(directory))
         refused: dict[str, str] = {}
@@ -107,15 +108,15 @@ class Companions:
         return Companions(files, refused)
 
     def without(self, reasons: Mapping[str, str]) -> Companions:
-        """Those that go along but for these names, each with the reason."""
+        """The companions without these names, each given with the reason."""
         here = {name: why for name, why in reasons.items() if name in self.files}
         files = {name: file for name, file in self.files.items() if name not in here}
         return replace(self, files=files, refused={**self.refused, **here})
 
     def place(self, working: Path, target: Path) -> None:
-        """Write them into the directory in which the checkpoint that is to be at ``target`` is complete.
+        """Write them into the directory with the complete checkpoint that will move to ``target``.
 
-        Those of a checkpoint that is there now, and is replaced, are written as well, unless the source has them.
+        Companions of a checkpoint that is being replaced there are written as well, unless the source has them.
         """
         if isinstance(working, UploadPath):
             # A checkpoint in a store replaces nothing.
@@ -126,7 +127,7 @@ class Companions:
         for name, file in {**old, **self.files}.items():
             data = self._content(name, file)
             (working / name).parent.mkdir(exist_ok=True)
-            # A link of this name, from an attempt that was killed, would lead elsewhere.
+            # A link of this name, left by a killed attempt, would lead elsewhere.
             (working / name).unlink(missing_ok=True)
             with open(working / name, "xb") as copy:
                 copy.write(data)
@@ -157,9 +158,9 @@ _NO_WEIGHTS: Final = frozenset({"training_args.bin"})
 
 
 def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
-    """The files and folders beside what an open checkpoint was read from that are not read, by name, with the reason.
+    """Files and folders next to an open checkpoint's files that are not read, by name, with the reason.
 
-    Of a checkpoint that is one file only those are told that its name counts, as a part or rank of several.
+    For a checkpoint in one file, only files that its name implies, as a part or rank of several, are reported.
     """
     whole = reader.opened if isinstance(reader, StoredReader) else reader
     if isinstance(whole, JoinedReader):
@@ -187,7 +188,7 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
 def left_alone_by_parts(
     homes: Sequence[Path], format: str, of_each: Mapping[str, Mapping[str, str]]
 ) -> Mapping[str, str]:
-    """The same of the parts at ``homes``, which are one tree, from what is left alone beside each by its name."""
+    """The same for the parts at ``homes``, which form one tree, from the files left alone next to each, by its name."""
     reasons = _beside(homes[0].parent, {home.name for home in homes}, "", items=format == "orbax")
     for key, names in of_each.items():
         reasons |= {f"{key}/{name}": why for name, why in names.items()}
@@ -195,7 +196,7 @@ def left_alone_by_parts(
 
 
 def _beside(home: Path, read: Collection[str], index: str, *, items: bool = False) -> dict[str, str]:
-    """Of the directory `home`, of which the names `read` are read. items: it is a step of items of Orbax."""
+    """For the directory `home`, where the names `read` are read. items: whether it is an Orbax step with items."""
     reasons: dict[str, str] = {}
     for child in sorted(home.iterdir()):
         if child.name in read or child.name.startswith(".") or is_temporary(child):
@@ -219,18 +220,18 @@ def _is_weights(name: str) -> bool:
 
 def _reason(name: str, index: str) -> str:
     if TRAINING_STATE.match(name):
-        return "state of a training, which no file of weights holds"
+        return "training state, which no file of weights contains"
     if name.endswith(".distcp"):
-        return "the metadata names nothing in it"
+        return "the metadata names nothing in this file"
     if index and name.endswith(f".{index.removesuffix(INDEX_END).rpartition('.')[2]}"):
         return f"{index} does not name it"
-    return "not a part of the files that are read"
+    return "not one of the files that are read"
 
 
 def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> dict[str, str]:
-    """Files that the numbers in the names of those that were read count, and that were not read.
+    """Files that the numbers in the names of read files imply, and that were not read.
 
-    of_ranks: numbers of ranks alone.
+    of_ranks: only numbers of ranks.
     """
     if not any(map(is_numbered, read)):
         return {}
@@ -248,11 +249,12 @@ def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> di
 
 
 def _ranks_without_files(read: Collection[str]) -> dict[str, str]:
-    """Ranks of PyTorch's HuggingFaceStorageWriter that have no file, and the one after the last, of which none says."""
+    """Ranks of PyTorch's HuggingFaceStorageWriter without a file, and the one after the last, which no file
+    mentions."""
     ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
     if not ranks:
         return {}
     lacking = [rank for rank in range(1, max(ranks)) if rank not in ranks][:_SHOWN]
-    why = "not there: this rank had nothing to write, or its file is missing"
-    last = "not there: no file says how many ranks there were, and without the last one's file tensors look shorter"
+    why = "absent: this rank had nothing to write, or its file is missing"
+    last = "absent: no file says how many ranks there were, and without the last rank's file tensors look shorter"
     return {**{f"shard-{rank:05}-*": why for rank in lacking}, f"shard-{max(ranks) + 1:05}-*": last}

@@ -5,7 +5,7 @@ step_10/opt_state/_METADATA    0/mu/kernel          opt_state/0/mu/kernel
 
 model_index.json                                    "unet": ["diffusers", "UNet2DConditionModel"], ...
 unet/config.json, diffusion_pytorch_model.safetensors        unet.conv_in.weight
-tokenizer/vocab.json, scheduler/scheduler_config.json        no weights: go along as they are
+tokenizer/vocab.json, scheduler/scheduler_config.json        no weights: copied unchanged
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from bridge.core.formats.whole.read_only import directory_format
 
 
 class JoinedReader(ClosedAtEnd):
-    """The checkpoints of one directory, by the key that each is below; see `CheckpointReader`. Closing it closes them.
+    """The checkpoints of one directory, each below a key; see `CheckpointReader`. Closing it closes them.
 
-    Names are keys and names of parts, joined as in the format.
+    Names consist of a key and a part's name, joined as in the format.
     """
 
     def __init__(self, path: Path | str, format: str, parts: Mapping[str, CheckpointReader]) -> None:
@@ -75,7 +75,7 @@ class JoinedReader(ClosedAtEnd):
         self.objects: Mapping[str, object] = ReadWhenAsked(object_paths, self._object)
 
     def replaced(self, change: Callable[[CheckpointReader], CheckpointReader]) -> JoinedReader:
-        """The same tree of parts that ``change`` makes of these."""
+        """The same tree, made of parts that ``change`` returns for these parts."""
         return JoinedReader(self.path, self.format, {key: change(part) for key, part in self.parts.items()})
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
@@ -97,7 +97,7 @@ class JoinedReader(ClosedAtEnd):
         return sums
 
     def files(self) -> Sequence[Path]:
-        """Those of all parts."""
+        """The files of all parts."""
         return tuple(file for part in self.parts.values() for file in part.files())
 
     def checksummed(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class JoinedReader(ClosedAtEnd):
 
 
 def require_one_tree(path: Path | str, keys: Sequence[str]) -> None:
-    """CheckpointError for keys that are there twice: they could not be told apart."""
+    """CheckpointError for keys that occur twice: they would be ambiguous."""
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
         raise CheckpointError(f"{path}: expected each item once, got {', '.join(twice)} twice (--item)")
@@ -129,13 +129,13 @@ _OF_WEIGHTS: Final = (INDEX_END, MANIFEST_FILE, ".manifest.json")
 
 
 def pipeline_parts(path: Path) -> dict[str, Path]:
-    """The folders with weights of the pipeline at `path`, by name, in the order of its index; none if it is none.
+    """The folders with weights of the pipeline at `path`, by name, in the order of its index; none without a pipeline.
 
-    CheckpointError for an index that is malformed, or that names a folder which is not there.
+    CheckpointError for an index that is malformed, or that names a missing folder.
     """
     if not (path / PIPELINE_FILE).is_file():
         return {}
-    # A converted pipeline has the index beside its weights.
+    # A converted pipeline has the index next to its weights.
     if metadata_files(path) or any((path / name).exists() for name in (TREE_FILE, "_CHECKPOINT_METADATA")):
         return {}
     if holds_safetensors(path) or directory_format(path) is not None:
@@ -144,9 +144,9 @@ def pipeline_parts(path: Path) -> dict[str, Path]:
 
 
 def pipeline_companions(path: Path) -> Mapping[str, Path]:
-    """The files of the pipeline at `path` that are no weights, by their name below `path`.
+    """The files of the pipeline at `path` that are not weights, by their name below `path`.
 
-    Of a converted pipeline, too, which has no folders but those with such files.
+    Also for a converted pipeline, which only has folders with such files.
     """
     files = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
     for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
@@ -160,12 +160,13 @@ def pipeline_companions(path: Path) -> Mapping[str, Path]:
 
 
 def _folders(path: Path) -> list[str]:
-    """The folders that the index names. CheckpointError where one is not there."""
+    """The folders that the index names. CheckpointError if one is missing."""
     named = _named(path)
     for name in named:
         if not (path / name).is_dir():
             raise CheckpointError(
-                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} beside it, found none: fetch all of it"
+                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} next to this file, found none: fetch the "
+                "whole pipeline"
             )
     return named
 
@@ -180,7 +181,7 @@ def _named(path: Path) -> list[str]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path / PIPELINE_FILE}: expected names of folders, found another document")
-    # Parts that a pipeline goes without are [null, null]; other entries are settings.
+    # Parts that a pipeline lacks are [null, null]; other entries are settings.
     named = [
         name
         for name, value in content.items()
@@ -189,7 +190,7 @@ def _named(path: Path) -> list[str]:
     for name in named:
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{path / PIPELINE_FILE}: expected names of folders beside it, found {name!r:.200}"
+                f"{path / PIPELINE_FILE}: expected names of folders next to this file, found {name!r:.200}"
             )
     return named
 
@@ -199,9 +200,9 @@ def _has_weights(folder: Path) -> bool:
 
 
 def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
-    """The places of the parts of the checkpoint at `path`, by name; none where it has no parts.
+    """The places of the parts of the checkpoint at `path`, by name; none if it has no parts.
 
-    items: those that are wanted. CheckpointError for one that is not there.
+    items: the requested parts. CheckpointError if one is missing.
     """
     require_one_tree(path, list(items))
     if not path.is_dir():
@@ -222,5 +223,5 @@ def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
 
 
 def has_parts(path: Path) -> bool:
-    """Whether there are parts, of which some may be asked for."""
+    """Whether there are parts that can be requested by name."""
     return path.is_dir() and (has_items(path) or bool(pipeline_parts(path)))

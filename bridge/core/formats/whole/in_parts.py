@@ -1,10 +1,10 @@
-"""A checkpoint written in parts, by processes that need not know each other, and joined at the end.
+"""A checkpoint written in parts, by processes that need not know about each other, and joined at the end.
 
 with create_part("runs/x/part_1", "dcp", Share(1, {"w": (0, 3)}), Attempt()) as writer:     # on one machine
     ...
 join_parts("runs/x", "dcp", [Path("part_1"), Path("part_2")], attempt, "...", declare)      # on any, when all are there
 
-Each part is a directory of its own that appears whole or not at all. A part is no checkpoint.
+Each part is a separate directory that appears whole or not at all. A part is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def join_parts(
     conversion: str,
     declare: Callable[[CheckpointWriter], None],
 ) -> None:
-    """Make the checkpoint at `path` of the parts, all of them in order, which lie in its working directory.
+    """Make the checkpoint at `path` from all its parts, in order, which are in its working directory.
 
-    attempt: with the key of this directory, which has a journal; it is resumed. conversion: for the manifest. declare:
-    adds all tensors, objects and kinds to the writer, where the format's metadata are made anew.
+    attempt: has the key of this directory, which has a journal; it is resumed. conversion: for the manifest. declare:
+    adds all tensors, objects and kinds to the writer, if the format's metadata is written anew.
 
     Raises CheckpointError (not the parts of one checkpoint; another process joins them), FileExistsError (something is
-    at `path`, and the attempt does not replace it). Everything stays to be joined again then.
+    at `path`, and the attempt does not replace it). Then everything stays, so that joining can be repeated.
     """
     if format == "orbax":
         from bridge.core.formats.orbax.part_writer import OrbaxJoin
@@ -69,7 +69,7 @@ def join_parts(
 
 
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """How many chunks a tensor has that no chunk shape was wished for."""
+    """How many chunks a tensor has by default."""
     if format == "orbax":
         from bridge.core.formats.orbax.zarr.chunks import default_chunk
 
@@ -80,12 +80,12 @@ def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def divisible(format: str) -> bool:
-    """Whether several parts may have chunks of one tensor; in safetensors a tensor lies in one file."""
+    """Whether several parts may have chunks of one tensor; in safetensors a tensor is in one file."""
     return format != "safetensors"
 
 
 def require_names(path: Path, format: str, leaves: Iterable[TreePath]) -> None:
-    """CheckpointError when two leaves cannot be in one checkpoint: each part alone sees its own only."""
+    """CheckpointError if two leaves cannot be in one checkpoint: each part sees only its own leaves."""
     if format == "orbax":
         from bridge.core.formats.orbax.tree import Claims, as_path
 

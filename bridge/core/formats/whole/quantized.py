@@ -1,15 +1,15 @@
-"""Weights that files of the Hub store in few bits with scales, and a reader that gives the numbers they stand for.
+"""Weights that Hub files store in few bits with scales, and a reader that gives the numbers that they represent.
 
-MXFP4, as OpenAI's GPT-OSS: 32 numbers that follow each other along a row share a scale, a power of two. The model's
+MXFP4, as in OpenAI's GPT-OSS: 32 consecutive numbers along a row share a scale, a power of two. The model's
 matrices are transposed, ``[experts, in, out]``::
 
-    <name>_blocks   uint8  [experts, out, in / 32, 16]    two numbers a byte, the first in the low bits
+    <name>_blocks   uint8  [experts, out, in / 32, 16]    two numbers per byte, the first in the low bits
     <name>_scales   uint8  [experts, out, in / 32]        the exponent + 127
-    <name>          bfloat16 [experts, in, out]           what it stands for
+    <name>          bfloat16 [experts, in, out]           the decoded weights
 
-Float8 in blocks, as DeepSeek-V3: each block of 128 x 128 numbers, smaller at the ends, shares a scale. Shapes do not
-tell a block's size: 64 and 36 are two blocks of 100 rows, 50 and 50 as well. `weight_block_size` in `config.json` does,
-else it is the only size that fits, DeepSeek's 128, or a power of two that divides::
+Float8 in blocks, as in DeepSeek-V3: each block of 128 x 128 numbers, smaller at the ends, shares a scale. Shapes do not
+determine the block size: two blocks of 100 rows could be 64 and 36, or 50 and 50. `weight_block_size` in `config.json`
+gives the size; without it, the size is the only one that fits, DeepSeek's 128, or a power of two that divides::
 
     <name>.weight             float8   [out, in]
     <name>.weight_scale_inv   float32  [out / 128, in / 128], rounded up
@@ -50,13 +50,13 @@ _KINDS: Mapping[str, str] = {
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
 }
-DECODE = "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+DECODE = "decode them to bfloat16 during the conversion (convert --dequantize; in a program dequantize=True)"
 DECODE_ELSEWHERE = "decode them first, with the program that made them"
 _READ = frozenset({_BLOCKS, _SCALES, ".weight_scale_inv"})
 
 
 def quantized(names: Iterable[str]) -> tuple[str, str, bool] | None:
-    """A tensor of quantized weights among these names: its name, the kind, whether `DequantizedReader` reads it."""
+    """A tensor of quantized weights among these names: name, encoding, and whether `DequantizedReader` reads it."""
     for name in names:
         for ending, encoding in _KINDS.items():
             if name.endswith(ending):
@@ -65,9 +65,9 @@ def quantized(names: Iterable[str]) -> tuple[str, str, bool] | None:
 
 
 class DequantizedReader(AlteredReader):
-    """A checkpoint with its quantized weights as the bfloat16 numbers that they stand for; see `CheckpointReader`.
+    """A checkpoint with its quantized weights decoded to bfloat16; see `CheckpointReader`.
 
-    Raises CheckpointError when the checkpoint has none, or scales of a shape that fits no weight.
+    Raises CheckpointError if the checkpoint has none, or has scales whose shape fits no weight.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -100,7 +100,7 @@ class DequantizedReader(AlteredReader):
         return None if name in self._weights else name
 
     def _made(self, name: str, box: Box | None) -> np.ndarray:
-        """A block decoded, with memory for twice the block in float32."""
+        """A decoded block; needs memory for twice the block in float32."""
         box = box_of(self.tensors[name], box)
         return self._weights[name].read(self._reader, box).astype(DECODED, order="C")
 
@@ -161,7 +161,7 @@ class _Float8:
             runs = [_run(*sizes) for sizes in zip(weight.shape, scales.shape, per_axis, strict=True)]
             if None not in runs:
                 return cls(weight.name, scales.name, tuple(run for run in runs if run is not None))
-        expected = " x ".join(map(str, block)) if block else "one size that the shapes tell"
+        expected = " x ".join(map(str, block)) if block else "one size that follows from the shapes"
         raise CheckpointError(
             f"{where}: expected float8 weights with a scale for each block of {expected} ({_BLOCK_SIZE} in "
             f"config.json), found {weight.dtype} {weight.shape} in {weight.name} and {scales.shape} in {scales.name}"
@@ -174,7 +174,7 @@ class _Float8:
 
 
 def _run(numbers: int, scales: int, wanted: int | None) -> int | None:
-    """How many numbers along an axis share a scale; None where that cannot be, or cannot be told."""
+    """How many numbers along an axis share a scale; None if that is impossible or ambiguous."""
     if wanted is not None:
         return wanted if -(-numbers // wanted) == scales else None
     if scales < 2:
@@ -186,7 +186,7 @@ def _run(numbers: int, scales: int, wanted: int | None) -> int | None:
 
 
 def _block_size(reader: CheckpointReader) -> tuple[int, ...] | None:
-    """What `config.json` says of a block's sizes; None where it says nothing."""
+    """The block sizes in `config.json`; None if it has none."""
     config = config_beside(reader)
     quantization = config[0].get(QUANTIZATION) if config else None
     sizes = quantization.get(_BLOCK_SIZE) if isinstance(quantization, dict) else None

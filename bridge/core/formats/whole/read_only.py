@@ -1,8 +1,8 @@
-"""Which of the formats that are only read a file or directory is of: by its name, else by how the file begins.
+"""Which read-only format a file or directory has: by its name, else by the first bytes of the file.
 
 torch      .pt .pth .bin .ckpt, or a zip file with data.pkl
 npz        .npz, or a zip file with .npy files
-msgpack    .msgpack, or a file that begins as a map of msgpack does, such as `checkpoint_100` of flax
+msgpack    .msgpack, or a file that begins like a msgpack map, such as flax's `checkpoint_100`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MSGPACK_FILES: Final = FileKind(
 )
 _KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
 _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
-"""First bytes of a map of msgpack with an entry; those of a pickle are none of them."""
+"""First bytes of a msgpack map with at least one entry; no pickle begins with them."""
 
 
 def directory_format(path: Path) -> str | None:
@@ -31,7 +31,7 @@ def directory_format(path: Path) -> str | None:
 
 
 def single_file_format(path: Path) -> str | None:
-    """The format of one file; None if it is none of these, or no regular file."""
+    """The format of one file; None if it is none of these, or not a regular file."""
     by_name = next((format for format, file_kind in _KINDS.items() if file_kind.is_one(path)), None)
     if by_name is not None or not path.is_file() or not path.stat().st_size:
         return by_name

@@ -1,4 +1,4 @@
-"""Whether a path holds one checkpoint and nothing else. Only then may it be replaced: replacing removes all of it.
+"""Whether a path contains one checkpoint and nothing else. Only then may it be replaced: replacing removes all of it.
 
 runs/step_1/.metadata, __0_0.distcp              may be replaced
 runs/step_1/.metadata, __0_0.distcp, config.json may be replaced: config.json stays, or becomes the new one's
@@ -34,14 +34,14 @@ _ORBAX_FILES: Final = (
     *(*_ORBAX_ROOTS, COMMIT_FILE, "manifest.ocdbt", "_sharding", "_strings.json", "checkpoint"),
     *("d", "array_metadatas", "ocdbt.process_*", "descriptor", "metrics"),
 )
-# The directories of items and arrays have any name, but one of these is in them: trees, zarr 2 and 3, JSON, msgpack.
+# Directories of items and arrays may have any name, but contain one of these: trees, zarr 2 and 3, JSON, msgpack.
 _ORBAX_MEMBERS: Final = (*_ORBAX_ROOTS, ".zarray", "zarr.json", "metadata", "metrics", "checkpoint")
 
 
 def require_replaceable(path: Path) -> None:
     """CheckpointError unless the file or directory at `path` is a checkpoint and nothing else.
 
-    Names of files decide: a damaged checkpoint may be replaced, too.
+    Only names of files count: a damaged checkpoint may be replaced, too.
     """
     if path.is_symlink():
         raise CheckpointError(
@@ -64,7 +64,7 @@ def require_replaceable(path: Path) -> None:
 
 
 def _foreign(path: Path) -> list[str]:
-    """Names in this directory that do not belong to its checkpoint. CheckpointError when it has no checkpoint."""
+    """Names in this directory that do not belong to its checkpoint. CheckpointError if it has no checkpoint."""
     if metadata_files(path):
         return _others(path, (*_DCP, *_OURS))
     if any((path / name).exists() for name in _ORBAX_ROOTS):
@@ -75,7 +75,7 @@ def _foreign(path: Path) -> list[str]:
         ours = {*files.names, files.index, *_OURS}
         return sorted(name for name in names if name not in ours and not _stays(path / name))
     raise CheckpointError(
-        f"{path} is no checkpoint: expected one to replace, with its files directly in the directory, found "
+        f"{path} is not a checkpoint: expected one to replace, with its files directly in the directory, found "
         f"{first_of(names) or 'an empty directory'}; give the path of one checkpoint, or choose another name"
     )
 
@@ -105,7 +105,7 @@ def _others(path: Path, patterns: Iterable[str]) -> list[str]:
 def _stays(child: Path) -> bool:
     """Whether replacing keeps this file; see `Companions.place`."""
     if child.is_dir() and not child.is_symlink():
-        # A folder of a pipeline, of which the configurations alone are there.
+        # A folder of a pipeline that contains only configuration files.
         inside = [f"{child.name}/{file.name}" for file in child.iterdir()]
         return bool(inside) and Companions.beside(child.parent).files.keys() >= set(inside)
     named = is_companion(child.name) or child.name == PIPELINE_FILE

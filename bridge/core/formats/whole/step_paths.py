@@ -1,11 +1,11 @@
-"""A step chosen in a directory of steps, of any format, here or in a store.
+"""Choosing a step in a directory of steps, of any format, here or in a store.
 
     run/3  run/step_40  run/step-1000  run/checkpoint-500           directories
     run/step_40.pt  run/epoch=3-step=900.ckpt  run/checkpoint_100   files
     run/epoch=3-step=900-val_loss=0.35.ckpt
 
-The step is the number behind the word "step", else the last one, where names differ in no other. "latest" is the
-highest step that is complete.
+The step is the number after the word "step", else the last number, if names differ in no other. "latest" is the highest
+complete step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SHOWN = 10
 
 
 class NoStepsError(CheckpointError):
-    """What was given is no directory of steps."""
+    """The given path is not a directory of steps."""
 
 
 def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLike[str]:
     """The checkpoint of this step in the directory at `path`, a local path or a URL; `path` itself for None.
 
-    CheckpointError where the step is not there or not complete, for one that two names are, and for a path that is no
-    directory of steps. ValueError for a step that is none.
+    CheckpointError if the step is missing or incomplete, if two names are this step, and for a path that is not a
+    directory of steps. ValueError for an invalid step.
     """
     if step is None:
         return path
@@ -73,9 +73,9 @@ def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLik
 
 
 def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> list[str | os.PathLike[str]]:
-    """The same for several paths, of which those that are no directories of steps stay as they are.
+    """The same for several paths; paths that are not directories of steps stay unchanged.
 
-    CheckpointError where all of them are.
+    CheckpointError if none is a directory of steps.
     """
     chosen, refusals = [], []
     for path in paths:
@@ -90,7 +90,7 @@ def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> 
 
 
 def has_steps(names: Collection[str]) -> bool:
-    """Whether any of these names in a directory may be that of a step."""
+    """Whether any of these names in a directory may name a step."""
     return any(_NAME.fullmatch(name) and not _UNFINISHED.fullmatch(name) for name in names)
 
 
@@ -106,7 +106,7 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
     }
     content = {name: files(name) for name in numbers}
     whole = [name for name in numbers if any(file.endswith(_ENDS) or file == "" for file in content[name])]
-    # Orbax before 0.12.3 wrote no such file on disks, where directories appear complete.
+    # Orbax before 0.12.3 wrote no such file on local disks, where directories appear complete.
     trees = [name for name in whole if _has(content[name], TREE_FILE)]
     if any(_has(content[name], COMMIT_FILE) for name in trees):
         whole = [name for name in whole if name not in trees or _has(content[name], COMMIT_FILE)]
@@ -135,7 +135,7 @@ def _step_in(name: str, last: re.Match[str]) -> int:
 
 
 def _require_one_number(where: str, names: Sequence[str]) -> None:
-    """CheckpointError where names differ in several numbers, and no word says which one is the step."""
+    """CheckpointError if names differ in several numbers, and no word says which number is the step."""
     starts: dict[str, str] = {}
     for name in sorted(names):
         match = _NAME.fullmatch(name)
@@ -143,8 +143,8 @@ def _require_one_number(where: str, names: Sequence[str]) -> None:
             starts.setdefault(name[: match.start(1)], name)
     if len(starts) > 1:
         raise CheckpointError(
-            f"{where}: expected names with one number, or with the step behind the word step (--step), found "
-            f"{' and '.join([*starts.values()][:2])}: give the path of one"
+            f"{where}: expected names with one number, or with the word step before the number of the step (--step), "
+            f"found {' and '.join([*starts.values()][:2])}: give the path of one"
         )
 
 
@@ -159,7 +159,7 @@ def _files_of(name: str, below: Collection[str]) -> list[str]:
 
 
 def _local_files(where: Path) -> list[str]:
-    """Files at a place and up to two directories below it; "" for a place that is a file."""
+    """Files in a place and up to two directories below it; "" if the place itself is a file."""
     if not where.is_dir():
         return [""]
     return [str(file.relative_to(where)) for pattern in ("*", "*/*", "*/*/*") for file in where.glob(pattern)]

@@ -1,1 +1,1 @@
-"""Which tensors a rule can be meant for, and why a checkpoint does not fit a mapping."""
+"""Which tensors a rule can apply to, and why a checkpoint does not fit a mapping."""

@@ -1,4 +1,4 @@
-"""What does not fit, collected: each kind is one sentence, with a count and the first names, however many there are."""
+"""Collects everything that does not fit: each kind is one sentence, with a count and the first names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.core.mapping.one_rule.open_axes import OpenAxes, together
 from bridge.core.text import first_of
 
 NAMES = "\0"
-"""Where the names go in the sentence of `Problems.add`; rules are full of braces."""
+"""The place of the names in the sentence of `Problems.add`; not "{}", since rules are full of braces."""
 
 
 class Problems:
@@ -27,15 +27,15 @@ class Problems:
         return bool(self._kinds or self._open)
 
     def append(self, text: str) -> None:
-        """A problem by itself."""
+        """Add a single problem."""
         self._kinds.setdefault(text, {})
 
     def add(self, text: str, name: str) -> None:
-        """One of a kind: all with an equal ``text`` become one sentence, with their names at `NAMES`."""
+        """Add one of a kind: all problems with equal ``text`` become one sentence, with their names at `NAMES`."""
         self._kinds.setdefault(text, {})[name] = None
 
     def raised(self, error: MappingError) -> None:
-        """A problem that an error tells."""
+        """Add a problem from an error."""
         if isinstance(error, OpenAxes):
             self._open.append(error)
         else:
@@ -55,27 +55,27 @@ def misfit(
     unmatched: Sequence[str],
     unused: Sequence[Rule],
 ) -> str:
-    """What does not fit: of ``count`` tensors those that match no rule, and the rules of ``side`` without a tensor."""
+    """What does not fit: which of ``count`` tensors match no rule, and which rules of ``side`` have no tensor."""
     rules = [rule for rule in mapping.rules if rule.entries(side)]
     if (encoded := quantized(unmatched)) is not None:
         name, encoding, readable = encoded
         remedy = DECODE if readable else DECODE_ELSEWHERE
         return (
-            f"{name} of {reader.path} is of quantized weights ({encoding}), and {len(unmatched)} of "
-            f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "
-            f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+            f"{name} of {reader.path} belongs to quantized weights ({encoding}), and {len(unmatched)} of {count} "
+            f"tensors match no rule of mapping {mapping.name}, whose rules are for plain weights: {remedy}, or leave "
+            "the mapping out to keep names and bytes"
         )
     paths = [entry.path.text for rule in rules for entry in rule.entries(side)]
     stacked = {path.replace(".{i}.", "."): path for path in paths if ".{i}." in path}
     if (layers := next((name for name in unmatched if name in stacked), None)) is not None:
         return (
-            f"{layers} of {reader.path} has all layers in one tensor, as in Megatron's torch_dist, and {side} of "
-            f"mapping {mapping.name} has one for each layer ({stacked[layers]}): convert the checkpoint first "
+            f"{layers} of {reader.path} stores all layers in one tensor, as in Megatron's torch_dist, but {side} of "
+            f"mapping {mapping.name} has one tensor for each layer ({stacked[layers]}): convert the checkpoint first "
             f"(Megatron-LM: --ckpt-convert-format torch), or write rules with layers as an axis ({layers} : {{i}} m)"
         )
     lines = [f"mapping {mapping.name} does not fit {reader.path}; is this another model?"]
     if len(mapping.conventions) > 2:
-        lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
+        lines.append(f"The nearest of its conventions ({', '.join(mapping.conventions)}) is {side}.")
     if unmatched:
         lines.append(f"{len(unmatched)} of {count} tensors match no rule: {first_of(unmatched)}.")
     if unused:

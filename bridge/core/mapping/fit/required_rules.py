@@ -1,15 +1,15 @@
-"""Which tensors a model must have: those of required rules, of parts of the model, and for all numbers.
+"""Which tensors a model must have: for required rules, for parts of the model, and for all numbers.
 
     [[rule]]                                   # a model has it
     [[rule]]
     optional = true                            # a model may have it
     [[rule]]
-    optional = "decoder"                       # of a part: a model has all of the part's tensors, or none
+    optional = "decoder"                       # a part: a model has all of the part's tensors, or none
     [[rule]]
-    optional = "experts of layer {i}"          # of a part of each layer: layers may differ, as dense ones and experts
+    optional = "experts of layer {i}"          # a part of each layer: layers may differ, such as dense ones and experts
 
-A rule that has a tensor for one layer has one for each layer, unless it is optional or of a part of each layer. No
-other check misses the tensors of the last layer.
+A rule that has a tensor for one layer must have one for each layer, unless it is optional or belongs to a part of each
+layer. Only this check notices that the tensors of the last layer are missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge.core.text import first_of
 
 
 def needed(rules: Sequence[Rule], convention: str) -> dict[str, set[int]]:
-    """The rules of a convention that are needed, by id, for each part of the model that needs them; "": any model."""
+    """The required rules of a convention, by id, for each part of the model that needs them; "": any model."""
     by_part: dict[str, set[int]] = {"": set()}
     for rule in rules:
         if rule.entries(convention) and not rule.is_second_name and (rule.part or not rule.optional):
@@ -31,12 +31,12 @@ def needed(rules: Sequence[Rule], convention: str) -> dict[str, set[int]]:
 
 
 def complete(used: set[int], needs: Mapping[str, set[int]]) -> bool:
-    """Whether all rules that a model needs have tensors, and all of a part where one has some."""
+    """Whether all required rules have tensors, and for each part either all of its rules or none."""
     return all(used >= rules or (part and not used & rules) for part, rules in needs.items())
 
 
 def idle(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> list[Rule]:
-    """The rules that are needed and have no tensor. owners: the rule of each weight."""
+    """The required rules that have no tensor. owners: the rule of each weight."""
     used = {id(rule) for rule in owners.values()}
     parts = {rule.part for rule in owners.values()} | {""}
     due = set().union(*(ids for part, ids in needed(rules, convention).items() if part in parts))
@@ -44,7 +44,7 @@ def idle(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> 
 
 
 def num_layers(convention: str, owners: Mapping[str, Rule]) -> int:
-    """The most numbers that names with one number have; 0 where none counts, or where blocks are counted apart."""
+    """The highest count of numbers in names with one number; 0 if no name counts, or if blocks count separately."""
     seen: dict[str, set[int]] = {}
     for weight, rule in owners.items():
         if convention in rule.cases:
@@ -59,7 +59,7 @@ def num_layers(convention: str, owners: Mapping[str, Rule]) -> int:
 def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> Iterator[tuple[str, str]]:
     """Find rules without a tensor for a number that other rules have. owners: the rule of each weight.
 
-    A problem is a sentence with `NAMES` in it and the rule that is to be named there, see `Problems.add`.
+    A problem is a sentence with `NAMES` in it, and the rule to name there, see `Problems.add`.
     """
     by_id = {id(rule): rule for rule in rules}
     # Numbers are grouped by the name before them, so that blocks and the experts of each layer are counted separately.
@@ -83,7 +83,7 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             if missing := sorted(everything - there):
                 yield (
                     f"rule {NAMES}: expected a tensor for each {layer_part} that other rules have, found none for "
-                    f"{first_of(missing)}; if the model is like that, mark the rule optional",
+                    f"{first_of(missing)}; if the model really lacks the tensor, mark the rule optional",
                     str(by_id[key]),
                 )
     due = needed(rules, convention)
@@ -93,7 +93,7 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             lacking.setdefault(key, []).append(at)
     for key, places in lacking.items():
         yield (
-            f"rule {NAMES}: expected a tensor wherever other rules of the part have some, found none for "
+            f"rule {NAMES}: expected a tensor wherever other rules of the same part match one, found none for "
             f"{first_of(places)}",
             str(by_id[key]),
         )

@@ -1,7 +1,7 @@
 """Arithmetic in mappings, as Python's own parser reads it: ``4 * {block}``, ``d ** -0.5``, ``hidden // text.heads``.
 
-Each kind of text takes some operators of the syntax tree, and nothing else. Numbers, names and indices are stand-ins in
-the tree, so that an axis may be called ``in``.
+Each kind of text accepts some operators of the syntax tree, and nothing else. Placeholders stand for numbers, names and
+indices in the tree, so that an axis may be called ``in``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-# The first bounds the depth of the tree, too.
+# The first limit also bounds the depth of the tree.
 _MOST_CHARACTERS, _MOST_DIGITS = 300, 40
 _ATOM = re.compile(r"\{[A-Za-z_]\w*\}|[A-Za-z_][\w.]*|\d+(?:\.\d+)?")
 
@@ -37,9 +37,9 @@ QUOTIENT = (ast.Div, ast.FloorDiv)
 
 
 def names_in(text: str, operators: tuple[type[ast.AST], ...]) -> list[str]:
-    """The names and indices, as often as they are there.
+    """The names and indices, each as often as it occurs.
 
-    ValueError for a text that is too long, or is no arithmetic with these operators; fractions come with powers.
+    ValueError for a text that is too long, or is not arithmetic with these operators; fractions come with powers.
     """
     tree, atoms = _parsed(text)
     nodes = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, *operators)
@@ -50,10 +50,10 @@ def names_in(text: str, operators: tuple[type[ast.AST], ...]) -> list[str]:
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> Any:
-    """The number that ``text`` is with these ``values``: int, float or complex.
+    """The value of ``text`` with these ``values``: int, float or complex.
 
-    Raises KeyError for a name without a value, ValueError ("7 / 2") for a quotient that is no integer, OverflowError
-    and ZeroDivisionError.
+    Raises KeyError for a name without a value, ValueError ("7 / 2") for a quotient that is not an integer,
+    OverflowError and ZeroDivisionError.
     """
     tree, atoms = _parsed(text)
 
@@ -61,7 +61,7 @@ def evaluate(text: str, values: Mapping[str, float]) -> Any:
         match node:
             case ast.BinOp(left=left, op=op, right=right):
                 return _COMPUTE[type(op)](value(left), value(right))
-            # The sign is the number's own: -2 ** 2 is 4.
+            # The sign belongs to the number: -2 ** 2 is 4.
             case ast.UnaryOp(operand=ast.BinOp(left=left, right=right)):
                 return float(-value(left)) ** float(value(right))
             case ast.UnaryOp(operand=operand):
@@ -75,12 +75,12 @@ def evaluate(text: str, values: Mapping[str, float]) -> Any:
 
 @lru_cache
 def _parsed(text: str) -> tuple[ast.expr, list[str]]:
-    """The tree, in which the name ``_3`` stands for atom 3, and the atoms."""
+    """The tree, in which the name ``_3`` means atom 3, and the atoms."""
     atoms = _ATOM.findall(text)
     numbers = iter(range(len(atoms)))
     code = " ".join(_ATOM.sub(lambda _: f" _{next(numbers)} ", text).split())
     short = len(text) <= _MOST_CHARACTERS and all(len(a) <= _MOST_DIGITS for a in atoms if a[0].isdigit())
-    # Nothing else is left to be a name.
+    # Nothing else may be a name.
     if not short or not re.fullmatch(r"[\s*/-]*", _ATOM.sub("", text)):
         raise ValueError(text)
     try:

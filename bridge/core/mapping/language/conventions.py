@@ -5,9 +5,9 @@
     flax         params/<w>     opt_state/0/mu/<w>             (optax.adamw is a chain, the moments are in part 0)
     hf           <w>            optimizer.state.<w>.exp_avg    ...
 
-A convention whose weights have "/" in their names is a tree: each part is a key. In the others a weight's dotted name
-is one key, as in PyTorch's state dicts. Names of tensors are compared as tree paths, whatever the file format: joined
-by "/" or by ".".
+A convention whose weights have "/" in their names is a tree: each part is a key. In other conventions, a weight's
+dotted name is one key, as in PyTorch's state dicts. Names of tensors are compared as tree paths, whatever the file
+format: joined by "/" or by ".".
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SCALES: Mapping[Moment, Scale] = MappingProxyType(
         "momentum_buffer": "momentum_buffer_scale",
     }
 )
-"""The scales of moments that are stored in float8 or float16 (`scales.py`)."""
+"""Sections for the scales of moments that are stored in float8 or float16 (`scales.py`)."""
 
 BY_WEIGHT: tuple[Section, ...] = (*MOMENTS, *SCALES.values())
-"""What optimizers keep for each element or row of a weight."""
+"""Optimizer state that has one value for each element or row of a weight."""
 
 SECTIONS: tuple[Section, ...] = ("weights", *BY_WEIGHT, "step")
 _FLAT = frozenset({"dcp", "safetensors"})
@@ -56,12 +56,12 @@ WORDS: Mapping[Section, str] = MappingProxyType(_WORDS)
 POWERS: Mapping[Section, int] = MappingProxyType(
     {"weights": 1, "exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "momentum_buffer": -1}
 )
-"""How a section's values change with the factor of a weight: gradients are divided by it. Scales as their moments."""
+"""How a section's values change with a factor on a weight: gradients are divided by it. Scales like their moments."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The places of one optimizer state, by section. weights: the names of the weights it is for; None: all."""
+    """The places of one optimizer state, by section. weights: names of the weights that it covers; None: all."""
 
     places: Mapping[Section, str]
     weights: frozenset[str] | None = None
@@ -71,11 +71,11 @@ class State:
 class Convention:
     """One naming convention of a mapping.
 
-    separator: "/" or ".", which joins the parts of its names. format: its usual file format, "" for none.
+    separator: "/" or ".", between the parts of its names. format: its usual file format, "" for none.
     places: for each section the full name of a weight's tensor, with `{w}` for the weight. A `step` without `{w}` is
     one count for all weights. In a tree a number is a position in a list, and a quoted number ('0') is a key. states:
-    the places of optimizer states, if there are several or if they differ from `places`. without: whether it is like
-    another convention, without the beginning of its names: a model without its heads.
+    the places of optimizer states, if there are several or if they differ from `places`. without: whether it equals
+    another convention without a prefix of its names: a model without its heads.
 
     Raises MappingError when a place is malformed.
     """
@@ -118,7 +118,7 @@ class Convention:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the parts of a weight's name are keys of their own."""
+        """Whether each part of a weight's name is a key."""
         return self.separator == "/"
 
     @property
@@ -131,7 +131,7 @@ class Convention:
         return self.joined(self.path_of(section, weight, state))
 
     def path_of(self, section: Section, weight: str = "", state: int = 0) -> TreePath:
-        """The tree path. Numbers outside of a weight's name are positions in a list, as in ("opt_state", 0, "mu")."""
+        """The tree path. Numbers outside a weight's name are positions in a list, as in ("opt_state", 0, "mu")."""
         prefix = self.places["weights"] if section == "weights" else self.states[state].places[section]
         before, _, after = prefix.partition(WEIGHT)
         middle = tuple(weight.split("/")) if self.is_tree else (weight,)
@@ -146,7 +146,7 @@ class Convention:
         return self.separator.join(map(str, path))
 
     def written(self, path: TreePath) -> str:
-        """A tree path as a place or a part of one: keys that are numbers in quotes."""
+        """A tree path as a place or a part of one, with quotes around keys that are numbers."""
         return self.separator.join(f"'{k}'" if self._looks_like_position(k) else str(k) for k in path)
 
     def at(self, weights: str, states: tuple[State, ...]) -> Convention:
@@ -164,10 +164,10 @@ class Convention:
 
 
 def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]:
-    """Of ``conventions`` those that one expects in a checkpoint of this format; one, where that is clear.
+    """The ``conventions`` to expect in a checkpoint of this format; only one, if that is clear.
 
-    Of several trees the one with the names of our own models. Of what is only read, and so only compared, trees are
-    named as in Orbax, and state dicts as in the flat formats.
+    Among several trees, the one with the names of our own models. In read-only formats, which are only compared, trees
+    are named as in Orbax, and state dicts as in the flat formats.
     """
     fitting = [c for c in conventions if c.format == _AS_ORBAX.get(format, format)]
     if not fitting and format in _FLAT | {"torch"}:
@@ -177,7 +177,7 @@ def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]
 
 
 def path_of_scales(path: TreePath) -> TreePath | None:
-    """Where the scales of the moment at this path are, if it has some; None for a path that is no moment's."""
+    """Where the scales of the moment at this path are, if it has some; None for a path that is not a moment's."""
     before, dot, last = str(path[-1]).rpartition(".")
     for moment, word in _OPTAX.items():
         if last == moment:
@@ -189,9 +189,9 @@ def path_of_scales(path: TreePath) -> TreePath | None:
 
 
 def tree_places(node: str, before: str, after: str) -> dict[Section, str]:
-    """The places of an optax state: ``node`` stands before mu, nu and count; before: between mu and the weight.
+    """The places of an optax state: ``node`` comes before mu, nu and count; ``before`` between mu and the weight.
 
-    before: with or without the weight's own sign. after: what stands after a weight, and after count.
+    before: with or without ``{w}`` itself. after: the text after a weight, and after count.
     """
     middle = before if WEIGHT in before else before + WEIGHT
     places: dict[Section, str] = {s: f"{node}{word}/{middle}{after}" for s, word in WORDS.items()}

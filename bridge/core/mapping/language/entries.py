@@ -1,4 +1,4 @@
-"""One rule of a mapping: paths with numbers, entries, and the sides that hold the same elements."""
+"""One rule of a mapping: paths with numbers, entries, and the sides that contain the same elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.core.mapping.language.numbers import Numbering
 from bridge.core.mapping.language.operations import ZEROS, Operation
 
 HALF, PAIR = ".half", ".pair"
-"""The two factors of a rotary axis: the elements of a pair, and the pairs."""
+"""The two factors of a rotary axis: the elements in a pair, and the pairs."""
 
 
 _CHOICE = re.compile(r"interleaved\(\s*(\w+)\s*,\s*([A-Za-z_]\w*)\s*\)")
@@ -25,7 +25,7 @@ _PADDING = re.compile(r"(?<![\w.])zeros\(\s*(\w+)\s*\)")
 class PathPattern:
     """A tensor path with ``{i}`` for a number without leading zeros.
 
-    numbering: what the number is the sum of; the path has the summands' indices instead (`numbers.py`).
+    numbering: the sum that makes the number, if the path has the summands' indices instead (`numbers.py`).
     """
 
     text: str
@@ -40,7 +40,7 @@ class PathPattern:
             raise MappingError(f"expected each index once in path {self.text!r}")
         if any(not between or between.isdecimal() for between in parts[2:-2:2]):
             raise MappingError(
-                f"expected indices with more than digits between them, got path {self.text!r}, where one number can be "
+                f"expected indices separated by more than digits, got path {self.text!r}, where one number can be "
                 "split in several ways"
             )
         if not self.text or re.search(r"[\s{}]", "".join(parts[::2])):
@@ -59,7 +59,7 @@ class PathPattern:
 
     @property
     def regex(self) -> str:
-        """A regular expression for the names, without groups."""
+        """A regular expression that matches the names, without groups."""
         return re.sub(r"\(\?P<\w+>", "(?:", self._regex.pattern)
 
     def match(self, name: str) -> dict[str, int] | None:
@@ -84,8 +84,8 @@ class PathPattern:
 class Entry:
     """One tensor, or with indices one family of tensors, on one side of a rule.
 
-    choice: the axis that decides about ``interleaved(d, choice)``: at 1 its rows are as in ``expression``, at 0 as in
-    ``otherwise``, where it stands for d. "" without one.
+    choice: the axis that decides ``interleaved(d, choice)``: if it is 1, rows are as in ``expression``; if it is 0, as
+    in ``otherwise``, with plain d. "" without a choice.
     """
 
     path: PathPattern
@@ -120,7 +120,7 @@ class Entry:
         )
 
     def decided(self, choices: Mapping[str, int]) -> Entry:
-        """The entry without a choice, where ``choices`` has its value."""
+        """The entry without its choice, if ``choices`` has the value."""
         if self.choice not in choices:
             return self
         return Entry(self.path, self.expression if choices[self.choice] else self.otherwise, self.operation)
@@ -131,7 +131,7 @@ class Entry:
 
     @cached_property
     def zeros(self) -> Mapping[int, str]:
-        """The padding behind the elements of an axis, by that axis's number."""
+        """The padding after the elements of an axis, by that axis's number."""
         return _zeros(self.expression) if self.expression else {}
 
     def axis_sets(self) -> tuple[frozenset[str], ...]:
@@ -146,15 +146,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of several conventions that hold the same elements, by the name of the convention.
+    """Tensors of several conventions that contain the same elements, by the name of the convention.
 
-    part: a part of the model that the rule belongs to; the rules of a part have all their tensors, or none of the part.
-    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`required_rules.py`).
-    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
-    second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
-    are not those of the weights. cases: by convention and numbering, the entries of one that counts in another way; its
-    side has those of all cases.
-    Raises MappingError when the sides do not name the same axes, part by part.
+    part: a part of the model that the rule belongs to; a model has all tensors of a part's rules, or none. With an
+    index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`required_rules.py`). tied_to: a
+    path of another rule, whose tensors may be the same as these (`tied.py`). A rule of only one convention gives second
+    names to tensors of that rule. moments: by convention, the entries of the optimizer state, if they differ from the
+    weights' entries. cases: by convention and numbering, the entries of a convention that counts differently; its side
+    has the entries of all cases. Raises MappingError if the sides do not name the same axes, part by part.
     """
 
     sides: Mapping[str, tuple[Entry, ...]]
@@ -189,7 +188,7 @@ class Rule:
         indices = {match.group() for match in _INDEX.finditer(self.part)}
         if indices - {index for entry in entries for index in entry.path.indices}:
             raise MappingError(f"expected the index of part {self.part!r} in the paths of rule {self}")
-        # Padding need not be on the other sides.
+        # Other sides may lack padding.
         parts = {
             name: [a for e in side for a in e.axis_sets() if not a & {*e.zeros.values()}]
             for name, side in self._all_sides().items()
@@ -216,7 +215,7 @@ class Rule:
 
     @property
     def of_each(self) -> bool:
-        """Whether the part is one of each layer."""
+        """Whether the part is a part of each layer."""
         return "{" in self.part
 
     def part_at(self, values: Mapping[str, int]) -> str:
@@ -225,7 +224,7 @@ class Rule:
 
     @property
     def is_second_name(self) -> bool:
-        """Whether the tensors of the rule are those of the rule it is tied to, which other conventions have once."""
+        """Whether this rule's tensors are those of the rule that it is tied to, which other conventions store once."""
         return len(self.sides) == 1
 
     def between(self, source: str, target: str, *, moments: bool = False) -> str:
@@ -233,12 +232,12 @@ class Rule:
         return " <-> ".join(_texts(self.entries(name, moments=moments)) for name in (source, target))
 
     def entries(self, convention: str, *, moments: bool = False) -> tuple[Entry, ...]:
-        """The entries of a convention; none if it has no such tensor. moments: of what the optimizer keeps."""
+        """The entries of a convention; none if it has no such tensor. moments: those for optimizer state."""
         usual = self.sides.get(convention, ())
         return self.moments.get(convention, usual) if moments else usual
 
     def kept(self, conventions: Collection[str], tied_to: str) -> Rule:
-        """The rule with the sides of these conventions alone."""
+        """The rule with only the sides of these conventions."""
         sides, moments = (
             {name: side for name, side in table.items() if name in conventions}
             for table in (self.sides, self.moments)
@@ -247,7 +246,7 @@ class Rule:
         return Rule(sides, self.optional, tied_to, moments, self.part, cases)
 
     def decided(self, choices: Mapping[str, int]) -> Rule:
-        """The rule with the entries that these values of choices leave."""
+        """The rule with the entries that remain for these values of choices."""
 
         def entries(side: tuple[Entry, ...]) -> tuple[Entry, ...]:
             return tuple(entry.decided(choices) for entry in side)
@@ -268,7 +267,7 @@ class Rule:
         return {numbering.name: numbering for cases in self.cases.values() for numbering in cases}
 
     def at(self, numbering: Numbering) -> Rule:
-        """The rule of one case. Conventions that have ``{i}`` have its summands instead; some may lack the case."""
+        """The rule of one case. Its summands replace ``{i}`` where conventions have ``{i}``; some may lack the case."""
         by_name = {
             name: {case.name: entries for case, entries in cases.items()}
             for name, cases in self.cases.items()
@@ -310,7 +309,7 @@ def _zeros(expression: Expression) -> dict[int, str]:
 def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
     """The expression with each rotary axis written as a product of its pairs and the two elements of a pair.
 
-    Axes of padding get the end of their names.
+    Axes of padding get their suffix.
     """
     expression = _PADDING.sub(rf"\1{ZEROS}", expression)
     for axis in rotary:

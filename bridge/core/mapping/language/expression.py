@@ -1,4 +1,4 @@
-"""Axis expressions: what each axis of a stored tensor consists of.
+"""Axis expressions: the composition of each axis of a stored tensor.
 
 An expression is written in einops notation, one word per tensor axis, with two additions::
 
@@ -7,8 +7,8 @@ An expression is written in einops notation, one word per tensor axis, with two 
     {i} m h d          the axis `{i}` is the layer number that elsewhere is part of the tensor's path
     (kv (r d + d2)) m  concatenations nest: for every kv, r*d rows of one kind, then d2 of another
 
-`1` is an axis of size one. `(v + zeros(p)) m`, with the axis `p.zeros` here, has p rows of padding behind the others,
-which other expressions of the same data need not name (`operations.py`). A concatenation splits a tensor into
+`1` is an axis of size one. `(v + zeros(p)) m`, with the axis `p.zeros` here, has p rows of padding at the end, which
+other expressions of the same data need not name (`operations.py`). A concatenation splits a tensor into
 *alternatives*: blocks that each name a set of elementary axes, and place them in the tensor by an affine index
 function. `(gate + up) m` has two::
 
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Product:
-    """A composite axis: the first factor is the slowest. No factors: an axis of size one."""
+    """A composite axis; the first factor is the slowest. Without factors, an axis of size one."""
 
     factors: tuple[Node, ...]
 
@@ -120,9 +120,9 @@ class Expression:
     def solve(
         self, shape: Sequence[int], known: Mapping[str, int], alias: Mapping[str, str]
     ) -> dict[str, int]:
-        """``known`` plus the axis sizes that follow from ``shape``; what stays open is left out.
+        """``known`` plus the axis sizes that follow from ``shape``; undetermined sizes are left out.
 
-        ``alias`` names axes that have another axis's size. Raises MappingError when shape and sizes contradict.
+        ``alias`` maps axes to the axis whose size they share. Raises MappingError if shape and sizes disagree.
         """
         if len(shape) != len(self.dims):
             raise MappingError(f"expected {len(self.dims)} axes for {self.text!r}, got shape {tuple(shape)}")
@@ -147,7 +147,7 @@ class Expression:
     def alternatives(self, sizes: Mapping[str, int]) -> tuple[Alternative, ...]:
         """Every way of choosing one part of each concatenation, as affine functions of the elementary axes.
 
-        Raises Undetermined when ``sizes`` lacks an axis.
+        Raises Undetermined if ``sizes`` lacks an axis.
         """
         missing = sorted(self.axes() - sizes.keys())
         if missing:
@@ -256,7 +256,7 @@ def _expand(node: Node, sizes: Mapping[str, int]) -> list[Affine]:
 
 
 def _solve_dim(node: Node, size: int, sizes: dict[str, int], alias: Mapping[str, str]) -> bool:
-    """Settle the one unknown of ``node`` if there is exactly one; True when nothing is left to do."""
+    """Solve for the unknown of ``node`` if there is exactly one; True if nothing is left to do."""
     unknown = {alias.get(name, name) for name in _axes_of(node)} - sizes.keys()
     if not unknown:
         return True

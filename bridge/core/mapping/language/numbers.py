@@ -4,10 +4,10 @@
     local = "{i} = 4 * {block} + {turn}, {turn} < 3"      layers 0 1 2, 4 5 6, ...: blocks of 4, of which 3 are local
     full = "{i} = 4 * {block} + 3"                        layers 3, 7, ...
     dense = "{i} = {n}, {n} < first"                      layers before the size `first` of [axes] or [config]
-    moe = "{i} = first + {n}"                             layers from there on, counted from 0
+    moe = "{i} = first + {n}"                             the layers after them, counted from 0
 
-A convention that counts so has entries for each case, with the numbers of the right side in paths or as axes. The other
-conventions have ``{i}`` in their paths::
+A convention that counts like this has entries for each case, with the numbers of the right side in paths or as axes.
+The other conventions have ``{i}`` in their paths::
 
     torch = "layers.{i}.norm.weight : m"
     maxtext.local = "decoder/local_layers/norm/scale : m {block} {turn}"
@@ -35,8 +35,7 @@ Size = int | str
 class Numbering:
     """The numbers of one case: ``index`` is the sum of ``digits``, each times its stride, and of ``starts``.
 
-    digits: index and stride, the largest stride first. starts: factor and size. bounds: the sizes below which digits
-    stay.
+    digits: index and stride, the largest stride first. starts: factor and size. bounds: of digits, exclusive.
     """
 
     name: str
@@ -78,21 +77,21 @@ class Numbering:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes whose sizes are in it."""
+        """The axes whose sizes it uses."""
         return frozenset(size for _, size in (*self.starts, *self.bounds) if isinstance(size, str))
 
     def at(self, sizes: Mapping[str, int]) -> Numbering:
-        """The same with the sizes of its axes. Raises KeyError for one that is not known."""
+        """The same with the sizes of its axes. Raises KeyError for an unknown size."""
         starts = tuple((n, size if isinstance(size, int) else sizes[size]) for n, size in self.starts)
         bounds = tuple((n, size if isinstance(size, int) else sizes[size]) for n, size in self.bounds)
         return replace(self, starts=starts, bounds=bounds)
 
     def limits(self) -> dict[str, int]:
-        """How many numbers each digit with a bound has, where the sizes are known."""
+        """How many values each bounded digit has, if the sizes are known."""
         return {index: size for index, size in self.bounds if isinstance(size, int)}
 
     def split(self, number: int) -> dict[str, int] | None:
-        """The digits of a number; None for a number of another case. Sizes must be known."""
+        """The digits of a number; None if the number belongs to another case. Sizes must be known."""
         left, values = number - self._start(), {}
         if left < 0:
             return None
@@ -111,15 +110,15 @@ class Numbering:
         return sum(factor * int(size) for factor, size in self.starts)
 
     def _require_one_way(self) -> None:
-        """Raise MappingError unless each number has its digits in one way."""
+        """Raise MappingError unless the digits of each number are unique."""
         limits, known = self.limits(), set(self.indices)
         if len(known) != len(self.digits) or {index for index, _ in self.bounds} - known:
-            raise MappingError(f"expected each of {self.text!r} once, and bounds of these alone")
+            raise MappingError(f"expected each number in {self.text!r} once, and bounds for these only")
         for (above, larger), (index, stride) in zip(self.digits, self.digits[1:], strict=False):
             if index not in limits or limits[index] * stride > larger or larger % stride:
                 raise MappingError(
-                    f"expected a bound for {index} in {self.text!r}, of {larger // stride} at most, as {above} counts "
-                    f"in steps of {larger}; got {limits.get(index, 'none')}"
+                    f"expected a bound of at most {larger // stride} for {index} in {self.text!r}, because {above} "
+                    f"counts in steps of {larger}; got {limits.get(index, 'none')}"
                 )
 
 
@@ -138,7 +137,7 @@ def parse_numbers(data: object, where: str) -> dict[str, Numbering]:
 
 
 def _term(text: str) -> tuple[int, Size]:
-    """A number, and the one name that it multiplies, or 1 and a number. ValueError for another text."""
+    """A factor and the one name that it multiplies, or 1 and a number. ValueError for any other text."""
     names = names_in(text, PRODUCT)
     number = evaluate(text, dict.fromkeys(names, 1))
     if len(names) > 1 or any("." in name for name in names):

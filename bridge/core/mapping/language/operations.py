@@ -1,22 +1,23 @@
-"""Elementwise operations of an entry: the function of the plain values that a convention stores.
+"""Elementwise operations of an entry: the function that a convention applies to plain values before it stores them.
 
     query/kernel : m h d | times(d ** -0.5)      stored = plain * d ** -0.5
     norm/scale | plus(1)                         stored = plain + 1
     embedding : v m | times(bfloat16(m ** 0.5))  stored = plain * (m ** 0.5 as bfloat16)
 
 From one convention to another, the inverse of the first operation is followed by the second operation. The result is
-computed in float64 and rounded once, to nearest, to the stored dtype: exact for factors that are powers of two, else
-within half a unit in the last place. Multiplying a weight by c divides its gradients and first moments by c, and its
-second moments by c ** 2.
+computed in float64 and rounded once, to nearest, to the stored dtype: exact for factors that are powers of two,
+otherwise within half a unit in the last place. Multiplying a weight by c divides its gradients and first moments by c,
+and its second moments by c ** 2.
 
-Padding is rows that one convention has and another one lacks:
+Padding means rows that one convention has and another lacks:
 
     hf = "model.embed_tokens.weight : vocab m"
     maxtext = "token_embedder/embedding : (vocab + zeros(padding)) m"
 
-MaxText rounds a vocabulary up, and no token has the further rows. To a convention with such an axis they are written as
-zeros, as many as the axis has: none, where nobody gives a size. To one without the axis they are left out. Then they
-have to be zeros, unless the caller gave the size of the axis: training changes the logits of all rows, and so the rows.
+MaxText rounds a vocabulary up, and no token uses the additional rows. For a convention with such an axis, they are
+written as zeros, as many as the axis has: none, if no size is given. For a convention without the axis, they are left
+out. Then they must be zeros, unless the caller gave the size of the axis: training changes the logits of all rows, and
+so the rows.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _OPERATION = re.compile(r"(times|plus)\((?:([^()]*)|bfloat16\(([^()]*)\))\)")
 _ROUNDED_ONCE = frozenset({np.float64, np.float32, np.float16, np.complex128, np.complex64})
 
 _BUFFER = 1 << 16
-"""Elements in float64 at a time."""
+"""Elements that are processed in float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """``times`` or ``plus`` a constant: a product of numbers and sizes of axes, each to a power.
 
-    axes: whose sizes ``formula`` needs. narrow: the constant is rounded to bfloat16, as where a model computes it in
-        that dtype.
+    axes: the axes whose sizes ``formula`` needs. narrow: the constant is rounded to bfloat16, as in models that compute
+    it in that dtype.
     """
 
     text: str
@@ -75,7 +76,7 @@ class Operation:
         return Operation(text.strip(), operator, constant, axes, match[3] is not None)
 
     def constant(self, sizes: Mapping[str, int]) -> float:
-        """The constant. Raises MappingError when a size is unknown or when the operation cannot be undone."""
+        """The constant. Raises MappingError if a size is unknown or the operation cannot be undone."""
         try:
             value = evaluate(self.formula, sizes)
             value = value if isinstance(value, complex) else float(value)
@@ -89,7 +90,7 @@ class Operation:
         if self.narrow and not isinstance(value, complex):
             value = float(rounded(np.array(value), np.dtype(ml_dtypes.bfloat16)))
         if isinstance(value, complex) or not math.isfinite(value) or (self.kind == "times" and not value):
-            raise MappingError(f"expected a finite number that can be undone from {self.text}, got {value}")
+            raise MappingError(f"expected {self.text} to be a finite number that can be undone, got {value}")
         return value
 
 
@@ -108,7 +109,7 @@ class Change:
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
         """Fill ``target`` from ``source``, of equal shape and dtype.
 
-        Raises OverflowError when a finite element would become infinite.
+        Raises OverflowError if a finite element would become infinite.
         """
         with np.nditer(
             [source, target],
@@ -131,7 +132,7 @@ def change(
 ) -> Change | None:
     """The change from stored values of one convention to those of another; None if they are the same.
 
-    power: 1 for weights, -1 for what is proportional to gradients, -2 for their squares.
+    power: 1 for weights, -1 for values proportional to gradients, -2 for values proportional to their squares.
     """
     if (source and source.text) == (target and target.text):
         return None
@@ -149,7 +150,7 @@ def _affine(operation: Operation | None, sizes: Mapping[str, int]) -> tuple[floa
 
 @dataclass(frozen=True)
 class ChangedView:
-    """A tensor view whose elements are changed block by block. ``changes``: one for each block; None for no change."""
+    """A tensor view whose elements are changed block by block. ``changes``: one per block; None for no change."""
 
     view: TensorView
     changes: tuple[Change | None, ...]
@@ -172,7 +173,7 @@ class ChangedView:
         return all(change is None or change.exact for change in self.changes)
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``, C-contiguous, of ``dtype``. Raises CheckpointError when one becomes infinite."""
+        """The elements of ``box``, C-contiguous, of ``dtype``. Raises CheckpointError if one becomes infinite."""
         target = np.empty(box.sizes, self.dtype)
         for block, change in zip(self.blocks, self.changes, strict=True):
             for ranges in block.pieces(box, self.dtype.itemsize):
@@ -203,8 +204,8 @@ def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """float64 or complex128 rounded once to ``dtype``, to nearest, ties to even.
 
-    ml_dtypes converts by way of float32. Two roundings differ from one for values just next to the midpoint of two
-    numbers. So its dtypes take a first step that rounds to odd in float32: the last bit records that bits were cut off.
+    ml_dtypes converts via float32. Two roundings differ from one for values very close to the midpoint of two numbers.
+    So for its dtypes, a first step rounds to odd in float32: the last bit records that bits were cut off.
     """
     if dtype.type in _ROUNDED_ONCE:
         return wide.astype(dtype)
@@ -219,7 +220,7 @@ def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PaddedView:
-    """A tensor that begins with all of ``view``, and is 0 elsewhere."""
+    """A tensor that begins with the whole ``view``, and is 0 elsewhere."""
 
     view: TensorView | ChangedView
     shape: tuple[int, ...]
@@ -250,7 +251,7 @@ class PaddedView:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The end of a tensor along ``dim``, from ``start`` on, for which the target has no place. axis: the padding."""
+    """The end of a tensor along ``dim``, from ``start`` on, which the target lacks. axis: the padding."""
 
     info: TensorInfo
     dim: int
@@ -259,7 +260,7 @@ class LeftOut:
 
 
 def require_zeros(reader: CheckpointReader, ends: Iterable[LeftOut], target: str) -> None:
-    """Raises MappingError for an element that is left out and is not 0. target: the convention without padding."""
+    """Raises MappingError if a dropped element is not 0. target: the convention without padding."""
     for end in ends:
         shape, start, axis = end.info.shape, end.start, end.axis.removesuffix(ZEROS)
         size = shape[end.dim]
@@ -270,13 +271,13 @@ def require_zeros(reader: CheckpointReader, ends: Iterable[LeftOut], target: str
         for box in split_box(whole, end.info.dtype.itemsize):
             if box.numel and reader.read(end.info.name, box).any():
                 raise MappingError(
-                    f"{end.info.name} of {reader.path} has {size} elements along axis {end.dim}, and the model "
-                    f"{start}: expected zeros as padding from {start} on, found others, for which convention {target} "
-                    f"has no place. If the model has {size}, say so (--axis {axis}=0). If it does not use the others, "
-                    f"leave them out (--axis {axis}={size - start}; in a program "
+                    f"{end.info.name} of {reader.path} has {size} elements along axis {end.dim}, but the model has "
+                    f"{start}: expected zeros as padding from {start} on, found other values, for which convention "
+                    f"{target} has no place. If the model has {size} elements, say so (--axis {axis}=0). If the model "
+                    f"does not use the other values, leave them out (--axis {axis}={size - start}; in a program "
                     f"load_mapping(...).with_axes({{{axis!r}: {size - start}}}))"
                 )
 
 
 ZEROS = ".zeros"
-"""An axis of padding, which one convention has and another one may lack (`operations.py`)."""
+"""Suffix of a padding axis, which one convention has and another may lack (`operations.py`)."""

@@ -1,7 +1,7 @@
-"""Index arithmetic between two tensors that hold the same data under different axes, region by region.
+"""Index arithmetic between two tensors that contain the same data under different axes, region by region.
 
-A `Block` says where one set of elements lies in a source tensor and where in the target: two affine index functions
-of the same elementary axes. To fill any box of the target, the box is pulled back to ranges of the elementary axes,
+A `Block` says where one set of elements is in a source tensor and in the target: two affine index functions of the same
+elementary axes. To fill any box of the target, the box is pulled back to ranges of the elementary axes,
 the ranges are pushed forward to a source region, and one strided copy moves the elements::
 
         target box                 ranges of (h, d, m)                source region
@@ -27,13 +27,13 @@ from bridge.core.formats.tensors.base import Box, CheckpointReader
 from bridge.core.mapping.language.expression import Affine, Alternative
 
 READ_BYTES = 32 << 20
-"""Largest source region held besides the target box, in bytes."""
+"""Largest source region in memory in addition to the target box, in bytes."""
 
 SMALL_READ_BYTES = 256 << 10
-"""A region of at most this size is read in one go, however few of its elements are wanted."""
+"""A region of at most this size is read at once, however few of its elements are needed."""
 
 Ranges = dict[str, tuple[int, int]]
-"""For each elementary axis the wanted indices [start, stop)."""
+"""For each elementary axis, the wanted indices [start, stop)."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Block:
             yield from self._split({axis: span for part in parts for axis, span in part.items()}, itemsize)
 
     def source_box(self, ranges: Ranges) -> Box:
-        """The smallest source region that holds all elements named by ``ranges``."""
+        """The smallest source region that contains all elements named by ``ranges``."""
         bounds = [_extent(affine, ranges) for affine in self.source_index]
         return Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
 
     def target_box(self, ranges: Ranges) -> Box:
-        """The smallest target region that holds all elements named by ``ranges``."""
+        """The smallest target region that contains all elements named by ``ranges``."""
         return self._flipped.source_box(ranges)
 
     @cached_property
@@ -104,9 +104,9 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor that does not exist as such: its elements lie in ``blocks`` of other tensors.
+    """A virtual tensor: its elements are in ``blocks`` of other tensors.
 
-    Raises ValueError when the blocks do not hold exactly as many elements as ``shape``.
+    Raises ValueError unless the blocks contain exactly as many elements as ``shape``.
     """
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class TensorView:
             )
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``: C-contiguous, of ``dtype``, bit for bit those of the sources."""
+        """The elements of ``box``: C-contiguous, of ``dtype``, bit for bit as in the sources."""
         if len(self.blocks) == 1 and self.blocks[0].source_index == self.blocks[0].target_index:
             return reader.read(self.blocks[0].source, box)
         target = np.empty(box.sizes, self.dtype)
@@ -138,7 +138,7 @@ class TensorView:
 def identity(source: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorView:
     """A view of all of tensor ``source``, unchanged."""
     index, sizes = _identity(shape)
-    # Without counting the elements, which would take as long as all else here.
+    # Without counting the elements, which would take as long as everything else here.
     view = object.__new__(TensorView)
     put = object.__setattr__
     put(view, "shape", shape)
@@ -148,7 +148,7 @@ def identity(source: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorView
 
 
 def whole_source(view: object) -> str | None:
-    """The tensor that this is all of, as `identity` makes it; None for other views, and for some that are equal."""
+    """The tensor that this view shows whole, as made by `identity`; None for other views, even for some equal ones."""
     if not isinstance(view, TensorView) or len(view.blocks) != 1:
         return None
     (block,) = view.blocks
@@ -169,7 +169,7 @@ def _identity(shape: tuple[int, ...]) -> tuple[Alternative, Mapping[str, int]]:
 def dense_pieces(block: Block, box: Box) -> Iterator[Ranges]:
     """Ranges that together name every element of the block inside ``box`` of its source, each once.
 
-    Each piece fills a box of the target: `Block.target_box`, without elements between.
+    Each piece fills a box of the target completely: `Block.target_box`.
     """
     if block.numel == 0:
         return
@@ -194,7 +194,7 @@ def _dense(block: Block, ranges: Ranges) -> Iterator[Ranges]:
 
 
 def _cover(terms: tuple[tuple[str, int], ...], sizes: Mapping[str, int], low: int, high: int) -> list[Ranges]:
-    """Ranges of the axes in ``terms`` whose positions ``sum(stride * index)`` lie in [low, high).
+    """Ranges of the axes in ``terms`` whose positions ``sum(stride * index)`` are in [low, high).
 
     ``terms`` goes from the slowest axis to the fastest, so the positions under one index of the first axis end before
     those under the next begin: a run of whole indices in the middle, and at most one cut index at either end.
@@ -223,13 +223,13 @@ def _extent(affine: Affine, ranges: Ranges) -> tuple[int, int]:
 
 
 def elements(array: np.ndarray, box: Box, index: Alternative, ranges: Ranges) -> np.ndarray:
-    """A view of ``array``, which holds ``box`` in C order, with one axis per elementary axis, as in ``ranges``."""
+    """A view of ``array``, which contains ``box`` in C order, with one axis per elementary axis, as in ``ranges``."""
     offset, strides = 0, dict.fromkeys(ranges, 0)
     for affine, low, step in zip(index, box.offsets, array.strides, strict=True):
         offset += step * (_extent(affine, ranges)[0] - low)
         for axis, stride in affine.terms:
             strides[axis] = stride * step
     lengths = [stop - start for start, stop in ranges.values()]
-    # Made from bytes, since not every dtype can export a buffer; this constructor checks that it stays inside.
+    # Made from bytes, since not every dtype can export a buffer; this constructor checks the bounds.
     memory = array.reshape(-1).view(np.uint8)
     return np.ndarray(lengths, array.dtype, memory, offset, [strides[axis] for axis in ranges])

@@ -3,16 +3,16 @@
 A mapping file::
 
     name = "llama"
-    drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
+    drop = ["model.rope.inv_freq"]                # full names that may be left out; `{i}` and `*` allowed
 
-    [models.llama]                                # the models that it is for, see `table.py`
+    [models.llama]                                # the models that it supports, see `table.py`
     attention_bias = [false, "absent"]
 
     [convention.hf]                               # conventions, if they are not just torch and jax
-    format = "safetensors"                        # the format it usually lives in
+    format = "safetensors"                        # its usual file format
     weights = "{w}"                               # where its tensors are, if not in the usual places
 
-    [axes]                                        # sizes that the shapes alone do not settle
+    [axes]                                        # sizes that the shapes alone do not determine
     d = "train/model/head_dim"                    # the value of a scalar integer tensor of the source
     h = 8                                         # a number
     up = "gate"                                   # the size of another axis
@@ -25,41 +25,41 @@ A mapping file::
     [[rule]]
     hf = "lm_head.weight : v m"
     flax = "lm_head/kernel : m v"
-    optional = true                               # a model without it is fine
+    optional = true                               # a model may lack it
 
 ``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
 has all tensors of ``optional = "experts of layer {i}"``, or none (`required_rules.py`).
 
-A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
-rules that name none of its own. With ``without = "bert."`` with it, it has those that begin so, without the
-beginning: a model without its heads, whose weights are at the root.
+A convention may be like another one (``like = "torchtitan"`` in its table): in rules without its own entries, it has
+the other convention's entries. With ``without = "bert."`` in addition, it has the entries with this prefix, without the
+prefix: a model without its heads, whose weights are at the root.
 
-Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
-several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
-tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`). The operation
+Each convention has one entry ``path : axis expression``, or a list of entries if a fused tensor corresponds to several.
+``{i}`` in a path means a number; as an axis on another side, it stacks. Without expressions, the tensor is the same on
+all sides. Rules name weights; optimizer entries follow them (`conventions.py`). The operation
 after ``|`` is applied to the plain values before that convention stores them (`operations.py`)::
 
     maxtext = "decoder/layers/self_attention/query/kernel : m {i} h interleaved(d) | times(d ** -0.5)"
 
-What an optimizer keeps for a weight may be under another name and in another layout than the weight: torchtitan's fused
-attention stores its weight as three, and the moments as one::
+Optimizer state may have another name and another layout than its weight: torchtitan's fused attention stores its weight
+as several tensors, and the moments as one::
 
     torchtitan.weights = ["wq.weight : (g r d) m", "wk.weight : (g k) m"]
     torchtitan.moments = "wqk.weight : (g (r d + k)) m"
 
-A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`). With an entry of one
-convention alone it is a second name, under which that convention has the tensor again.
+A rule may have ``tied_to = "path of another rule"``: its tensor may be the same as the other rule's (`tied.py`). A rule
+with an entry of only one convention gives a second name, under which that convention stores the tensor again.
 
-``[numbers]`` is for conventions that count layers otherwise, in blocks or from another start (`numbers.py`).
+``[numbers]`` is for conventions that count layers differently, in blocks or from another start (`numbers.py`).
 
-``interleaved(d)``: rotary positions turn pairs of elements of ``d``. Hugging Face and flax keep the first elements of
-all pairs before the second ones (two halves), Meta and torchtitan keep each pair together::
+``interleaved(d)``: rotary positions rotate pairs of elements of ``d``. Hugging Face and flax store the first elements
+of all pairs before the second elements (two halves), Meta and torchtitan store each pair together::
 
     d = 6     d                0 1 2 | 3 4 5        pair p, element e of it, at  3 e + p
               interleaved(d)   0 3 | 1 4 | 2 5                                   2 p + e
 
-``interleaved(d, choice)`` is that where the axis ``choice`` is 1, and plain ``d`` where it is 0: MaxText has pairs side
-by side in Llama 3.1 alone. A `config.json` tells, or the caller.
+``interleaved(d, choice)`` is interleaved if the axis ``choice`` is 1, and plain ``d`` if it is 0: MaxText stores pairs
+together only in Llama 3.1. A `config.json` decides, or the caller.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
 
 
 MappingLike = str | os.PathLike[str] | Mapping[str, object] | MappingTable
-"""A mapping as a caller gives it: a family, a file, the content of a file as a table, or a mapping that was read."""
+"""A mapping as callers give it: a family, a file, the content of a file as a table, or a loaded mapping."""
 
 
 def mapping_table(
@@ -132,16 +132,14 @@ def mapping_table(
 ) -> MappingTable | None:
     """The table of a ``mapping`` argument. The caller's axis sizes and ties override the table's own.
 
-    any_model: the table is to be used whatever model a `config.json` names. Raises MappingError, or ValueError when
-    there are ``axes``, ``tied`` or ``any_model`` but no mapping.
+    any_model: use the table for any model that a `config.json` names. Raises MappingError, or ValueError if there are
+    ``axes``, ``tied`` or ``any_model`` but no mapping.
     """
     if mapping is None:
         if axes:
             raise ValueError(f"expected a mapping for the axis sizes {dict(axes)}, got none")
         if tied is not None:
-            raise ValueError(
-                f"expected a mapping, which knows the tied weights that are to be {tied}, got none"
-            )
+            raise ValueError(f"tied={tied}: expected a mapping, which says which weights are tied, got none")
         if any_model:
             raise ValueError("expected a mapping that is to be used for any model, got none")
         return None
@@ -238,8 +236,7 @@ def _parse_rule(
 ) -> Rule:
     """A rule from its table.
 
-    conventions: by name, the one whose entries it has where it has none of its own, or "", and the beginning of these
-    entries that it lacks.
+    conventions: by name, the convention whose entries it uses if it has none, or "", and the entries' prefix to drop.
     """
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):
@@ -259,12 +256,12 @@ def _parse_rule(
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
-        raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
+        raise MappingError(f"{where}: expected fewer nested parentheses") from None
 
 
 @dataclass(frozen=True)
 class _RuleTexts:
-    """The entries of a rule, by convention: those of weights, those of moments that differ, and those of each case."""
+    """The entries of a rule, by convention: of weights, of moments if they differ, and of each case."""
 
     weights: dict[str, list[str]] = field(default_factory=dict)
     moments: dict[str, list[str]] = field(default_factory=dict)
@@ -301,7 +298,7 @@ class _RuleTexts:
         return texts
 
     def add_like(self, name: str, other: str, without: str) -> None:
-        """Give ``name`` the entries of ``other``, less the beginning ``without``, where all of them have that."""
+        """Give ``name`` the entries of ``other``, minus the prefix ``without``, if all entries have the prefix."""
         for table in (self.weights, self.moments):
             theirs = table.get(other, [])
             if theirs and all(text.startswith(without) for text in theirs):

@@ -1,15 +1,15 @@
 """The mapping table: the rules of a mapping, its conventions, sizes of its axes. `rules.py` reads it from TOML.
 
-The models that a mapping is for are known by what their `config.json` says:
+A mapping recognizes its models by their `config.json`:
 
     [models.llama]                             # a model_type
-    attention_bias = [false, "absent"]         # a field that would make it another model: the values at which it is not
+    attention_bias = [false, "absent"]         # a field that could make it another model: its allowed values
     [models.mistral]
     sliding_window = ["null"]                  # TOML has no null
     "text_config.hidden_act" = ["silu"]        # a field of a table inside
 
-The same names and shapes may belong to models that compute something else: Granite multiplies, Helium turns other
-pairs of elements, SmolLM3 leaves positions out of some layers.
+Models with the same names and shapes may compute something else: Granite multiplies, Helium rotates other pairs of
+elements, SmolLM3 omits positions in some layers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from bridge.core.mapping.language.operations import ZEROS
 
 Value = str | int | float | bool
 Models = Mapping[str, Mapping[str, tuple[Value, ...]]]
-"""By model_type: for each field the values that it may have. "null" and "absent" stand for what their names say."""
+"""By model_type: for each field its allowed values. "null" and "absent" mean what they say."""
 
 MODEL_TYPE = "model_type"
 _NULL, _ABSENT = "null", "absent"
 
 
 def parse_models(data: object, where: str) -> Models:
-    """The table [models] of a mapping file. MappingError when it is anything else than described above."""
+    """The table [models] of a mapping file. MappingError unless it has the form above."""
     if not isinstance(data, dict) or not all(_is_model(fields) for fields in data.values()):
         raise MappingError(
             f"expected a table [models] in {where}, which gives for each model_type a table of fields with lists of "
@@ -50,9 +50,9 @@ def parse_models(data: object, where: str) -> Models:
 
 
 def mismatch(models: Models, config: Mapping[str, object]) -> str | None:
-    """What of a model's configuration says that it is none of these models; None if nothing does.
+    """Why a model's configuration is not one of these models; None if it may be.
 
-    A configuration without a model_type says nothing.
+    A configuration without a model_type may be any model.
     """
     model_type = config.get(MODEL_TYPE)
     if not models or model_type is None:
@@ -69,7 +69,7 @@ def mismatch(models: Models, config: Mapping[str, object]) -> str | None:
 
 
 def field_of(config: Mapping[str, object], field: str, absent: object = None) -> object:
-    """The value of a field, such as "head_dim" or "text_config.head_dim"; ``absent`` where there is none."""
+    """The value of a field, such as "head_dim" or "text_config.head_dim"; ``absent`` if there is none."""
     value: object = config
     for key in field.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -98,15 +98,15 @@ def _shown(value: object) -> str:
 
 
 Tied = Literal["once", "both"]
-"""How often a target stores a weight that has two names."""
+"""Whether a target stores a weight with two names once or under both."""
 
-# A mapping that has both names of a pair means two things.
+# A mapping that has both names of a pair means two different things.
 _SYNONYMS = {"jax": "flax", "flax": "jax", "hf": "torch", "torch": "hf"}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a `config.json` says. where: the file. layers: the number of layers, if that is held against the weights."""
+    """Content of a `config.json`. where: the file. layers: the number of layers, if it is compared with the weights."""
 
     where: str
     sizes: Mapping[str, int]
@@ -115,12 +115,12 @@ class Told:
 
 @dataclass(frozen=True)
 class MappingTable:
-    """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
+    """A validated mapping table. ``conventions``: the rules' conventions, by name. tied: see `tied.py`.
 
-    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
-    that the mapping is for, by their model_type; empty: any. asked: the axes whose sizes the
-    caller gave. any_model: nothing that a `config.json` says is held against the caller. ties: whether the output layer
-    is the embedding by the `config.json`; None: not said. told: what else that file says, for messages.
+    config: the fields of a `config.json` next to the source that give sizes of axes, see `sizes.py`. models: the models
+    that the mapping supports, by model_type; empty: any. asked: the axes whose sizes the caller gave. any_model: the
+    caller overrides any `config.json`. ties: whether the output layer is the embedding according to the `config.json`;
+    None: unknown. told: other content of that file, for messages.
     """
 
     name: str
@@ -164,9 +164,9 @@ class MappingTable:
         raise MappingError(f"expected the path of a rule of mapping {self.name} for tied_to, got {path!r}")
 
     def convention_of(self, name: str) -> str | None:
-        """The mapping's name of a convention, for this name or another one of the same thing; None if it has none.
+        """The mapping's name for a convention, given this name or a synonym; None if it has none.
 
-        "flax" and "jax" are two names of the tree of our own models, "hf" and "torch" of the class of transformers.
+        "flax" and "jax" both name the tree of our own models, "hf" and "torch" the classes of transformers.
         """
         if name in self.conventions:
             return name
@@ -174,7 +174,7 @@ class MappingTable:
         return other if other in self.conventions else None
 
     def drops(self, name: str) -> bool:
-        """Whether the tensor or object of this full name may be left behind."""
+        """Whether the tensor or object with this full name may be left out."""
         return any(_drop_regex(pattern).fullmatch(name) for pattern in self.drop)
 
     def with_axes(self, axes: Mapping[str, int]) -> MappingTable:
@@ -182,15 +182,15 @@ class MappingTable:
         return replace(self, axes={**self.axes, **axes})
 
     def with_tied(self, tied: Tied | None) -> MappingTable:
-        """The table for a target that stores tied weights once or under both names; None: as the table says."""
+        """The table for a target that stores tied weights once or under both names; None: unchanged."""
         return replace(self, tied=tied or self.tied)
 
     def for_any_model(self) -> MappingTable:
-        """The table for whatever model a `config.json` names: its caller knows that the rules hold for that model."""
+        """The table for any model that a `config.json` names: the caller knows that the rules fit that model."""
         return replace(self, models={}, any_model=True)
 
     def decided(self, conventions: Collection[str], where: str) -> MappingTable:
-        """The table in which all that these conventions store in one of two ways is decided.
+        """The table with every choice of these conventions between two ways of storing made.
 
         Raises MappingError, which begins with the mapping's name, for a choice that neither the caller nor a
         `config.json` has made; ``where`` names the checkpoint.
@@ -206,9 +206,9 @@ class MappingTable:
             value = self.axes.get(choice)
             if value not in (0, 1):
                 raise MappingError(
-                    f"mapping {self.name}: convention {name} has rotary rows side by side where {choice} is 1, and in "
-                    f"halves where it is 0: expected --axis {choice}=1 or --axis {choice}=0 (in a program "
-                    f"with_axes({{{choice!r}: 1}})), since no config.json beside {where} tells, got "
+                    f"mapping {self.name}: convention {name} stores rotary rows as adjacent pairs if {choice} is 1, "
+                    f"and as halves if {choice} is 0: expected --axis {choice}=1 or --axis {choice}=0 (in a program "
+                    f"with_axes({{{choice!r}: 1}})), since no config.json next to {where} decides, got "
                     f"{'neither' if value is None else value}"
                 )
         choices = {choice: cast(int, self.axes[choice]) for choice in open_choices}
@@ -220,7 +220,7 @@ class MappingTable:
         return replace(self, rules=rules, axes=axes, config=config)
 
     def between(self, *conventions: str) -> MappingTable:
-        """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
+        """The table with only these conventions. Raises MappingError for a convention that the mapping lacks."""
         names = [self.convention_of(name) for name in conventions]
         kept = {name: self.conventions[name] for name in names if name is not None}
         if None in names or len(kept) < 2:

@@ -1,7 +1,7 @@
-"""One rule applied to one section of a checkpoint: which tensors it makes, and where their elements lie.
+"""One rule applied to one section of a checkpoint: which tensors it makes, and where their elements come from.
 
-Indices of a path fall in three kinds. *Shared* ones are in the path on both sides: the rule applies once per value.
-*Gathered* ones are in the source's path and an axis of the target (layers are stacked). *Scattered* ones are the
+There are three kinds of path indices. A *shared* index is in the path on both sides: the rule applies once per value. A
+*gathered* index is in the source's path and an axis of the target (layers are stacked). A *scattered* index is the
 reverse (a stack is taken apart)::
 
     layers.{i}.w2 : m f   ->   layers/down : {i} f m       i gathered: n source tensors make one
@@ -23,15 +23,15 @@ from bridge.core.mapping.one_rule.open_axes import OpenAxes
 
 @dataclass(frozen=True)
 class AppliedRule:
-    """A rule, and the tensors of one section of a checkpoint that it is applied to.
+    """A rule, and the tensors of one section of a checkpoint to which it is applied.
 
-    tensors: those of convention ``source``, by weight name. scales: of moments, by weight. power: how the tensors grow
-    with the weights, for operations of the rule: 1 for the weights themselves, see `operations.change`. weights: all
-    weights by name, where ``tensors`` are moments: stacks of both are as high. moments: whether ``tensors`` are what an
-    optimizer keeps, for which a rule may have entries of its own; sizes that these leave open follow from ``weights``.
+    tensors: tensors of convention ``source``, by weight name. scales: of moments, by weight. power: how the tensors
+    scale with the weights, for operations of the rule: 1 for the weights themselves, see `operations.change`. weights:
+    all weights by name, if ``tensors`` are moments: stacks of both have equal heights. moments: whether ``tensors`` are
+    optimizer state, for which a rule may have separate entries; sizes that these leave open follow from ``weights``.
 
-    Its methods raise MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict the
-    expressions, or an axis size stays open.
+    Its methods raise MappingError if a tensor that the rule needs is missing, if shapes or dtypes contradict the
+    expressions, or if an axis size stays undetermined.
     """
 
     rule: Rule
@@ -45,15 +45,15 @@ class AppliedRule:
     moments: bool = False
 
     def outputs(self) -> Iterator[tuple[str, View, Plain | None]]:
-        """The tensors of convention ``target``, by weight name, and the scales of those whose sources have some.
+        """The tensors of convention ``target``, by weight name, and the scales of tensors whose sources have scales.
 
-        An operation of the rule changes the scales alone, so the payload stays as it is.
+        An operation of the rule changes only the scales, so the payload is unchanged.
         """
         for instance in self._instances():
             yield from instance.outputs()
 
     def padding_left_out(self) -> Iterator[LeftOut]:
-        """What `outputs` leaves out as padding, where ``axes`` does not have the size of that, so far."""
+        """The padding that `outputs` has left out so far, if ``axes`` does not have its size."""
         for instance in self._instances():
             yield from instance.padding_left_out()
 
@@ -137,9 +137,9 @@ class AppliedRule:
         if left := [info.name for name, info in tensors.items() if name not in owners]:
             known_cases = ", ".join(f"{n.name} ({n.text})" for n in rule.numberings.values())
             raise MappingError(
-                f"rule {self._between}: expected a number of the cases {known_cases} in {left[0]}"
-                f"{f' and {len(left) - 1} more' if len(left) > 1 else ''}, got one of none; check the sizes "
-                "of the axes in them"
+                f"rule {self._between}: expected a number of one of the cases {known_cases} in "
+                f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, got a number of no case; check "
+                "the sizes of the axes in the cases"
             )
         yield from cases
 
@@ -147,7 +147,7 @@ class AppliedRule:
 def _by_shared(
     entries: Sequence[Entry], names: Iterable[str], shared: Sequence[str]
 ) -> dict[tuple[int, ...], list[Values]]:
-    """The values of all indices in each name that an entry matches, by those of the shared ones."""
+    """The values of all indices in each name that an entry matches, by the values of the shared indices."""
     groups: dict[tuple[int, ...], list[Values]] = {}
     for name in names:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""One rule at fixed values of its shared indices: the tensors it makes, and where their elements lie."""
+"""One rule at fixed values of its shared indices: the tensors it makes, and where their elements come from."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Plain = TensorView | ChangedView
 View = Plain | PaddedView
 
 LARGEST_STACK = 1 << 20
-"""A stack of empty layers may claim any number of them; one this large is a mistake."""
+"""A stack of empty layers may claim any number of layers; one this large is a mistake."""
 
 
 @dataclass(frozen=True)
 class Axes:
     """Axis sizes that are known without the source's shapes.
 
-    absent: why an axis of the table has no size, by axis. wanted: target tensors whose shapes are known, by weight;
-    they give sizes that stay open otherwise. asked: axes that the mapping's tables name, of which errors speak first.
+    absent: why an axis of the table has no size, by axis. wanted: target tensors with known shapes, by weight; they
+    determine sizes that otherwise stay open. asked: axes in the mapping's tables, which errors mention first.
     """
 
     sizes: Mapping[str, int]
@@ -44,7 +44,7 @@ class Axes:
 class Instance:
     """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices.
 
-    beside: a weight for each of its entries, where ``inputs_`` are other entries, of moments.
+    beside: a weight for each of its entries, if ``inputs_`` are other entries, of moments.
     """
 
     rule: str
@@ -110,7 +110,7 @@ class Instance:
 
     @cached_property
     def _padding(self) -> frozenset[str]:
-        """The axes of padding that one side lacks."""
+        """The padding axes that one side lacks."""
         ours, theirs = (
             {axis for entry in side for axis in entry.zeros.values()}
             for side in (self.inputs_, self.outputs_)
@@ -129,7 +129,7 @@ class Instance:
             raise self._error(str(error)) from error
 
     def _finished(self, view: TensorView, changes: Sequence[Change | None]) -> tuple[Plain, Plain | None]:
-        """The tensor and its scales, either of them changed."""
+        """The tensor and its scales, one of them changed."""
         sources = dict.fromkeys(block.source for block in view.blocks)
         by_name = {self.tensors[weight].name: scale for weight, scale in self.scales.items()}
         lacking = next((name for name in sources if name not in by_name), None)
@@ -137,7 +137,7 @@ class Instance:
             return self._changed(view, changes), None
         if lacking is not None:
             with_scales = next(name for name in sources if name in by_name)
-            raise self._error(f"expected scales of {lacking} as of {with_scales}, found none")
+            raise self._error(f"expected scales for {lacking}, as for {with_scales}, found none")
         shapes = {info.name: info.shape for info in self.tensors.values()}
         try:
             scales = scale_view(view, shapes, by_name)
@@ -157,7 +157,7 @@ class Instance:
     def _infos(self, entry: Entry) -> list[TensorInfo]:
         """The source tensors of one entry, of one shape, one for every value of the gathered indices."""
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
-        # Lazily, since one stray layer number of a billion would otherwise be a list of a billion names.
+        # Lazily, since one stray layer number of a billion would otherwise make a list of a billion names.
         missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
         if missing:
             present = next(name for name in self.tensors if self._belongs(name))
@@ -167,8 +167,8 @@ class Instance:
         for info in infos:
             if info.shape != infos[0].shape:
                 raise self._error(
-                    f"expected one shape to stack, got {infos[0].shape} in {infos[0].name} "
-                    f"and {info.shape} in {info.name}"
+                    f"expected tensors of one shape to stack, got {infos[0].shape} in {infos[0].name} and "
+                    f"{info.shape} in {info.name}"
                 )
         return infos
 
@@ -183,7 +183,7 @@ class Instance:
             assert entry.expression is not None
             if entry.expression.axes() <= sizes.keys():
                 continue
-            # All of a stack are alike.
+            # All tensors of a stack are alike.
             info = self.axes.wanted.get(
                 entry.path.format({**dict.fromkeys(entry.path.indices, 0), **self.at})
             )
@@ -201,9 +201,9 @@ class Instance:
         return sizes
 
     def _solved(self, shapes: Sequence[tuple[Entry, TensorInfo]], known: Values) -> dict[str, int]:
-        """``known``, and what follows from the shapes of the source."""
+        """``known``, and the sizes that follow from the source's shapes."""
         sizes = dict(known)
-        for _ in shapes:  # the sizes that one entry settles may settle those of another
+        for _ in shapes:  # sizes from one entry may determine sizes of another
             for entry, info in shapes:
                 assert entry.expression is not None
                 try:

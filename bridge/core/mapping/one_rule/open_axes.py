@@ -1,6 +1,6 @@
-"""Axes whose sizes the shapes leave open: which of them have to be given, all at once, and what the shapes allow.
+"""Axes whose sizes the shapes leave open: which of them must be given, all at once, and which sizes the shapes allow.
 
-(h d) m        [4096, 4096]      of h and d one has to be given, and the other follows
+(h d) m        [4096, 4096]      either h or d must be given, and the other follows
 (kv d) m       [1024, 4096]      d divides both 4096 and 1024
 """
 
@@ -24,14 +24,14 @@ _FEW = 4
 
 @dataclass(frozen=True)
 class Equation:
-    """One axis of a tensor: ``unknown`` axes make its size. multiples: for those that divide a number, that number."""
+    """One axis of a tensor: ``unknown`` axes make up its size. multiples: by axis, a number that it must divide."""
 
     unknown: frozenset[str]
     multiples: Mapping[str, int]
 
 
 class OpenAxes(MappingError):
-    """The shapes do not tell the sizes of these axes. asked: those that a mapping's tables name, to be asked first."""
+    """The shapes do not determine these axes' sizes. asked: axes in a mapping's tables, which are asked for first."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class OpenAxes(MappingError):
 
 
 def named(axis: str, alias: Mapping[str, str]) -> str:
-    """The axis that is to be given: without the ends that rotary positions add, and not another one's equal."""
+    """The axis to give: without the suffixes for rotary positions, and following aliases."""
     if axis.startswith("{"):
         return axis
     axis = axis.removesuffix(PAIR).removesuffix(HALF).removesuffix(ZEROS)
@@ -57,7 +57,7 @@ def named(axis: str, alias: Mapping[str, str]) -> str:
 def equations_of(
     expression: Expression, shape: Sequence[int], sizes: Mapping[str, int], alias: Mapping[str, str]
 ) -> list[Equation]:
-    """The equations of a tensor's axes in which something is unknown."""
+    """The equations of a tensor's axes that contain an unknown."""
     equations = []
     for node, size in zip(expression.dims, shape, strict=False):
         axes = [axis for axis in _axes(node) if axis not in sizes]
@@ -66,7 +66,7 @@ def equations_of(
         known, factors = _factors(node, sizes)
         multiples = {}
         for axis in factors:
-            # Half of a rotary axis is a factor by itself, and stands for the whole together with 2.
+            # Half of a rotary axis is a separate factor, and together with 2 represents the whole.
             number = size * (1 if not axis.endswith(PAIR) else 2)
             if known and number % known == 0:
                 multiples[named(axis, alias)] = number // known
@@ -75,7 +75,7 @@ def equations_of(
 
 
 def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
-    """One sentence for the rules of a mapping that lack sizes: all that have to be given, with what shapes allow."""
+    """One sentence for the rules of a mapping that lack sizes: all sizes to give, with the values that shapes allow."""
     asked = _to_ask(errors)
     multiples: dict[str, int] = {}
     for error in errors:
@@ -91,14 +91,14 @@ def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
     where = f"mapping {mapping}: " if mapping else ""
     return (
         f"{where}the {what} not follow from the shapes, and rule {first_of(rules, 1)} "
-        f"need{'s' if len(rules) == 1 else ''} {'it' if len(asked) == 1 else 'them'}: expected a config.json "
-        f"beside the checkpoint that tells, or the mapping's [axes] table, or {options} on the command line, in a "
-        f"program load_mapping(...).with_axes({{{values}}})"
+        f"need{'s' if len(rules) == 1 else ''} {'it' if len(asked) == 1 else 'them'}: expected a config.json next to "
+        f"the checkpoint that decides, or the mapping's [axes] table, or {options} on the command line, or, in a "
+        f"program, load_mapping(...).with_axes({{{values}}})"
     )
 
 
 def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
-    """As few axes as the order of asking gives that settle all others."""
+    """A small set of axes, chosen in the order of asking, that determines all others."""
     asked: list[str] = []
     while True:
         left = [axis for error in errors for axis in error.needed - _settled(error, asked)]
@@ -111,7 +111,7 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
 def _settled(error: OpenAxes, known_axes: Sequence[str]) -> set[str]:
     known = set(known_axes)
     while True:
-        # An equation with one unknown from the beginning has no solution: something in it is 0, or multiplies itself.
+        # An equation with one unknown at the start has no solution: a factor is 0, or the unknown multiplies itself.
         solvable = (equation.unknown for equation in error.equations if len(equation.unknown) > 1)
         solved = {axis for unknown in solvable if len(unknown - known) == 1 for axis in unknown} - known
         if not solved:
@@ -120,7 +120,7 @@ def _settled(error: OpenAxes, known_axes: Sequence[str]) -> set[str]:
 
 
 def _short(rule: str) -> str:
-    """A rule of many tensors by its first one."""
+    """The name of a rule with many tensors, by its first one."""
     first, more, _ = rule.partition(" & ")
     return f"{first} & ..." if more else rule
 
@@ -149,7 +149,7 @@ def _axes(node: Node) -> list[str]:
 
 
 def _factors(node: Node, sizes: Mapping[str, int]) -> tuple[int, list[str]]:
-    """The product of the known factors, and the unknown ones; those inside of a concatenation are neither."""
+    """The product of the known factors, and the unknown factors; factors inside a concatenation are neither."""
     match node:
         case Axis(name):
             return (sizes[name], []) if name in sizes else (1, [name])

@@ -1,20 +1,18 @@
 """Scales of moments under other axes, so that payload and scales are carried bit for bit.
 
-An optimizer that stores moments in float8 or float16 has a scale for each row of its own tensor. A rule moves the
-elements of the tensor, and a row of one side may be a column of the other. Scales therefore follow their elements: in
-the target they lie along the axes that the source's rows have there, and the other axes have size one::
+An optimizer that stores moments in float8 or float16 has one scale for each row of its tensor. A rule moves the
+elements of the tensor, and a row on one side may be a column on the other. Scales therefore follow their elements: in
+the target, they extend along the axes that the source's rows have there, and the other axes have size one::
 
     torch   wq.exp_avg        (h d) m     (320, 331)         jax   query/kernel in mu          m h d     (331, 8, 40)
             wq.exp_avg_scale  (h d) 1     (320, 1)                 query/kernel in mu_scale    1 h d     (1, 8, 40)
 
-Nothing is decoded and encoded anew, which would round. A run that goes on from such scales decodes the moments, by
-`bridge.core.formats.tensors.scaled`, and encodes them for rows of its own (``load_checkpoint(...,
-moments="convert")``).
+Nothing is decoded and re-encoded, which would round. A run that continues from such scales decodes the moments, with
+`bridge.core.formats.tensors.scaled`, and encodes them for its own rows (``load_checkpoint(..., moments="convert")``).
 
-Where an axis of a tensor consists of several, of which the scales have only the slower ones, consecutive elements
-share a scale: of a JAX kernel ``m h d`` with a scale for each (m, h) the scales in torch, ``(h d) m``, have shape
-``(h, m)``, one for d rows. Of ``(gate + up) m`` they have ``(2, m)``. Where the elements with one scale do not follow
-each other, scales are repeated.
+If a tensor axis is composite, and the scales have only its slower factors, consecutive elements share a scale: for a
+JAX kernel ``m h d`` with a scale for each (m, h), the scales in torch, ``(h d) m``, have shape ``(h, m)``, one for d
+rows. For ``(gate + up) m`` they have shape ``(2, m)``. If such elements are not consecutive, scales are repeated.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from bridge.core.mapping.language.relation import Block, TensorView
 def scale_view(
     moment: TensorView, shapes: Mapping[str, Sequence[int]], scales: Mapping[str, TensorInfo]
 ) -> TensorView:
-    """The scales of a target's moment. shapes, scales: of the sources of ``moment``, by their names.
+    """The scales of a target's moment. shapes, scales: for the sources of ``moment``, by name.
 
     The view has one block for each block of ``moment``, in the same order. Raises MappingError for scales that do not
     fit their tensor.
@@ -73,7 +71,7 @@ def _source(block: Block, shape: Sequence[int], scale: TensorInfo) -> tuple[Alte
     runs = run_lengths(shape, scale.shape)
     if runs is None:
         raise MappingError(
-            f"expected scales for {block.source} of shape {tuple(shape)}, whose sizes divide that shape's, got shape "
+            f"expected scales for {block.source} with sizes that divide its shape {tuple(shape)}, got shape "
             f"{scale.shape} in {scale.name}"
         )
     index: list[Affine] = []
@@ -82,8 +80,8 @@ def _source(block: Block, shape: Sequence[int], scale: TensorInfo) -> tuple[Alte
         slow, fast = _cut(dim, block.sizes, run)
         if dim.offset % run + _span(fast, block.sizes) >= run:
             raise MappingError(
-                f"expected scales for {block.source} along whole axes, got {scale.name} of shape {scale.shape}, each "
-                f"for {run} elements of an axis of {shape[len(index)]}"
+                f"expected scales for {block.source} that each cover a whole axis, got {scale.name} of shape "
+                f"{scale.shape}, where each covers {run} elements of an axis of size {shape[len(index)]}"
             )
         kept.update(axis for axis, _ in slow)
         index.append(Affine(dim.offset // run, tuple((axis, stride // run) for axis, stride in slow)))
@@ -95,7 +93,7 @@ Terms = Sequence[tuple[str, int]]
 
 
 def _cut(dim: Affine, sizes: Mapping[str, int], run: int) -> tuple[Terms, Terms]:
-    """The terms that step over whole runs, and those that step inside of one. Axes of size one do neither."""
+    """The terms that step over whole runs, and the terms that step inside a run. Axes of size one do neither."""
     terms = [term for term in dim.terms if sizes[term[0]] > 1]
     slow = [term for term in terms if term[1] % run == 0]
     return slow, [term for term in terms if term[1] % run]
@@ -106,7 +104,7 @@ def _span(terms: Terms, sizes: Mapping[str, int]) -> int:
 
 
 def _run(axis: int, size: int, targets: Sequence[_Scaled]) -> int:
-    """The most elements along an axis of the target that can share a scale, in all of its blocks."""
+    """The most elements along a target axis that can share a scale, in all blocks."""
     common = size
     for target in targets:
         dim = target.index[axis]
@@ -118,7 +116,7 @@ def _run(axis: int, size: int, targets: Sequence[_Scaled]) -> int:
 
 
 def _whole(dim: Affine, sizes: Mapping[str, int], run: int) -> bool:
-    """Whether the fast terms stay inside of a run, so that no run has elements of two scales."""
+    """Whether the fast terms stay inside a run, so that no run has elements with two scales."""
     return _span(_cut(dim, sizes, run)[1], sizes) < run
 
 
@@ -135,7 +133,7 @@ def _target(
     dims, axes = [], set(kept)
     for dim, run in zip(block.target_index, runs, strict=True):
         slow, _ = _cut(dim, block.sizes, run)
-        # An axis of the target along which the source has one scale: it is repeated.
+        # A target axis along which the source has one scale: the scale is repeated.
         axes.update(axis for axis, _ in slow)
         dims.append(Affine(dim.offset // run, tuple((axis, stride // run) for axis, stride in slow)))
     sizes = {axis: size for axis, size in block.sizes.items() if axis in axes}
@@ -143,9 +141,9 @@ def _target(
 
 
 def of_whole_rows(view: View, reader: CheckpointReader) -> View:
-    """The same scales with one for each row of the target, where those along a row are equal; else ``view`` itself.
+    """The same scales, one for each row of the target, if the scales along a row are equal; else ``view`` itself.
 
-    Rows that were cut into several tensors and are put together again have one scale in each of those.
+    Rows that were cut into several tensors and are joined again have equal scales in each tensor.
     """
     last = len(view.shape) - 1
     kept = {axis for block in view.blocks for dim in block.source_index for axis, _ in dim.terms}
@@ -170,9 +168,9 @@ def of_whole_rows(view: View, reader: CheckpointReader) -> View:
 
 @dataclass(frozen=True)
 class DecodedView:
-    """A moment's numbers in float32: those of ``payload``, each times its scale.
+    """A moment's numbers in float32: the numbers of ``payload``, each times its scale.
 
-    Raises MappingError when the scales are of a tensor of another shape.
+    Raises MappingError if the scales belong to a tensor of another shape.
     """
 
     payload: View

@@ -1,15 +1,15 @@
-"""What a mapping takes from `config.json`: sizes of axes that the shapes of weights leave open, and which model it is.
+"""What a mapping reads from `config.json`: sizes of axes that the weights' shapes leave open, and the kind of model.
 
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
-    from `config.json` beside it       [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
+    from `config.json` next to it      [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
                                                  r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
                                                  choice = ["1 if kind is a|b", "unclear if kind", "0"]
 
-The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
-or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
-there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
-size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
-models (`table.py`) refuses the others. What the file says of tied embeddings is held against the weights
+The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another
+field or a number, rounded down with "//". With "if", it applies if that field is true or a text; with "if not", if the
+field exists and is false; with "if ... is", if the field is one of these texts. "unclear" ends the search without a
+size. The size counts only if the mapping's [axes] gives none, and the caller's size must be equal. A mapping for
+certain models (`table.py`) refuses others. The file's statement about tied embeddings is compared with the weights
 (`tied.py`).
 """
 
@@ -46,7 +46,7 @@ _SIZE = re.compile(
 def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
     """The table with the sizes from scalars of the checkpoint, for use on a part of it that may lack those scalars.
 
-    Raises MappingError for a scalar that is no size.
+    Raises MappingError for a scalar that is not a size.
     """
     by_path = {"/".join(map(str, info.path)): info for info in reader.tensors.values()}
     stored = {axis: value for axis, value in mapping.axes.items() if isinstance(value, str) and "/" in value}
@@ -60,7 +60,7 @@ def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> Mappin
 
 
 def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
-    """The sizes in the mapping's table of axes, of which some come from scalars of the checkpoint.
+    """The sizes in the mapping's table of axes, some of which come from scalars of the checkpoint.
 
     Raises MappingError for axes that name each other, for a rotary axis of odd size, and for a scalar that is no size.
     """
@@ -89,8 +89,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
         if (size := sizes.get(alias.get(axis, axis))) is not None:
             if size % 2:
                 raise MappingError(
-                    f"expected an even size for axis {axis} of mapping {mapping.name}, which is of rotary "
-                    f"positions, got {size}"
+                    f"expected an even size for the rotary axis {axis} of mapping {mapping.name}, got {size}"
                 )
             sizes[axis + PAIR] = size // 2
     sizes |= {axis + ZEROS: sizes[axis] for axis in mapping.padding_axes() if axis in sizes}
@@ -110,10 +109,10 @@ def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: Te
 
 
 def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
-    """The table with the sizes that a `config.json` beside the checkpoint gives, if there is one.
+    """The table with the sizes from a `config.json` next to the checkpoint, if there is one.
 
-    Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes, or when it says
-    that the checkpoint is of another model than the mapping is for.
+    Raises CheckpointError if the file cannot be read, and MappingError if its numbers are not sizes, or if it says that
+    the checkpoint belongs to a model that the mapping does not support.
     """
     wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
     if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
@@ -127,9 +126,9 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
 
 
 def require_model(table: MappingTable, fields: Mapping[str, object], where: str) -> None:
-    """Check that the mapping is for the model with this configuration; ``where`` names it in errors.
+    """Check that the mapping supports the model with this configuration; ``where`` names it in errors.
 
-    Raises MappingError when the configuration says otherwise.
+    Raises MappingError if the configuration says otherwise.
     """
     wrong = mismatch(table.models, fields)
     if wrong is None:
@@ -139,16 +138,16 @@ def require_model(table: MappingTable, fields: Mapping[str, object], where: str)
     better = " or ".join(f"--mapping {name}" for name in fitting if name != table.name)
     raise MappingError(
         f"{where}: mapping {table.name} is not for this model: {wrong}. The names of the weights may be the same, but "
-        f"the model computes something else from them. Choose a mapping for it{f' ({better})' if better else ''}, or, "
-        "if you know that its weights are to be translated by this one, insist (--any-model; in a program "
-        f"load_mapping({table.name!r}).for_any_model())"
+        "the model computes something else from them. Choose a mapping for this "
+        f"model{f' ({better})' if better else ''}, or, if you know that this mapping fits the model's weights, insist "
+        f"(--any-model; in a program load_mapping({table.name!r}).for_any_model())"
     )
 
 
 def with_config_fields(table: MappingTable, fields: Mapping[str, object], where: str) -> MappingTable:
-    """The table with what the fields of a configuration give; ``where`` names it in errors.
+    """The table with the sizes from a configuration's fields; ``where`` names it in errors.
 
-    Raises MappingError when the numbers are no sizes, or others than the caller's.
+    Raises MappingError if the numbers are not sizes, or differ from the caller's.
     """
     sizes = {}
     checked = table.asked if not table.any_model else frozenset[str]()
@@ -161,8 +160,9 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
             continue
         if axis in checked and size_ != table.axes[axis]:
             raise MappingError(
-                f"{where} says that {axis} is {size_} ({text}): expected the same from --axis, got {axis}="
-                f"{table.axes[axis]}. Leave --axis out, or, if the file is of another model, insist (--any-model)"
+                f"{where} says that {axis} is {size_} ({text}): expected the same from --axis, got "
+                f"{axis}={table.axes[axis]}. Leave --axis out, or, if the file belongs to another model, insist "
+                "(--any-model)"
             )
         sizes[axis] = size_
     ties = next(
@@ -175,9 +175,9 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str, axis: str) -> int | None:
-    """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails.
+    """The size that a text of [config] gives; None if a field is missing or null, or the condition fails.
 
-    -1 where the text says that the fields do not tell.
+    -1 if the text says that the fields are unclear.
     """
     match = _SIZE.fullmatch(text)
     try:

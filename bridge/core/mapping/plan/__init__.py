@@ -1,1 +1,1 @@
-"""A whole mapping applied to a whole checkpoint: the plan, and the reader that carries it out."""
+"""A whole mapping applied to a whole checkpoint: the plan, and the reader that executes it."""

@@ -1,4 +1,4 @@
-"""Which shipped families have the names of one checkpoint in one convention, and those of another in another."""
+"""Which shipped families have the names of one checkpoint in one convention, and the names of another in another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge.core.mapping.states.source_tree import NameIndex
 
 _SAMPLE = 60
 _MOST = 0.9
-"""The part of the names that a convention knows, at least; optimizer state is not known by name."""
+"""The least fraction of names that a convention must know; optimizer state is not recognized by name."""
 
 
 def fitting(a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from bridge.core.mapping.one_rule.scales import DecodedView
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the destination: a view of source tensors, or a 0-d value that is known (the step count)."""
+    """A tensor of the destination: a view of source tensors, or a known 0-d value (the step count)."""
 
     name: str
     path: TreePath
@@ -38,21 +38,21 @@ class PlannedTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of; none if its value is known."""
+        """Names of its source tensors; none if its value is known."""
         if isinstance(self.content, np.ndarray):
             return ()
         return tuple(dict.fromkeys(block.source for block in self.content.blocks))
 
     @property
     def unchanged(self) -> bool:
-        """Whether its elements are those of one source, each at its index there."""
+        """Whether its elements are those of one source, at the same indices."""
         if not isinstance(self.content, TensorView) or len(self.content.blocks) != 1:
             return False
         (block,) = self.content.blocks
         return block.source_index == block.target_index
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
-        """The elements of ``box``, C-contiguous. Takes the memory of the box and of one bounded source region."""
+        """The elements of ``box``, C-contiguous. Needs memory for the box and for one bounded source region."""
         return self.content if isinstance(self.content, np.ndarray) else self.content.read(reader, box)
 
 
@@ -61,8 +61,8 @@ class TranslationPlan:
     """The planned content of a checkpoint.
 
     objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
-    name. dropped: names in the source that are left out. conventions: of source and target, where a mapping is used.
-    remarks: what the translation took for granted, a sentence each.
+    name. dropped: names in the source that are left out. conventions: of source and target, if a mapping is used.
+    remarks: assumptions of the translation, one sentence each.
     """
 
     tensors: Mapping[str, PlannedTensor]
@@ -88,9 +88,9 @@ class TranslationPlan:
 
 
 def carried_over(reader: CheckpointReader, to: str) -> TranslationPlan:
-    """The plan of a checkpoint that goes to format `to` as it is: tensors and objects keep their tree paths.
+    """The plan of a checkpoint that goes to format `to` unchanged: tensors and objects keep their tree paths.
 
-    Errors as `collect`.
+    Errors as in `collect`.
     """
     planned = [
         PlannedTensor(
@@ -111,7 +111,7 @@ def collect(
     dropped: tuple[str, ...],
     notes: Mapping[TreePath, object],
 ) -> TranslationPlan:
-    """The plan of these tensors. CheckpointError where two tensors, or two objects, would get one name in format
+    """The plan of these tensors. CheckpointError if two tensors, or two objects, would get the same name in format
     `to`."""
     tensors: dict[str, PlannedTensor] = {}
     for tensor in planned:

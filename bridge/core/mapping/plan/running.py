@@ -3,9 +3,9 @@
 ::
 
     save    a process's own boxes of the run's tensors  -> boxes of the checkpoint's tensors, one after the other
-    load    a box that a process wants of the run's     -> the boxes of the checkpoint's tensors that it is made of
+    load    a box that a process wants of the run's     -> the boxes of the checkpoint's tensors that make it up
 
-Both are planned as a conversion of a whole checkpoint is (`translation.py`), so the results are the same. A process
+Both are planned like a conversion of a whole checkpoint (`translation.py`), so the results are the same. A process
 needs the names, shapes and dtypes of all tensors, and the elements of its own boxes: nothing is gathered.
 """
 
@@ -46,9 +46,9 @@ AnyMapping = str | os.PathLike[str] | MappingTable
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run as a `CheckpointReader`: what all tensors are, and the values of those that every process has.
+    """The state of a run as a `CheckpointReader`: all tensors' descriptions, and the values that every process has.
 
-    where: names the run in errors. whole: the value of a tensor that this process has all of, by name; None: not so.
+    where: names the run in errors. whole: by name, the value of a tensor that this process has completely, or None.
     """
 
     format: str
@@ -71,9 +71,9 @@ class RunState:
         value = self.whole(name)
         if value is None:
             raise CheckpointError(
-                f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights to "
-                "be stored once, scales of rows that it joins, or padding): save without the mapping, and convert the "
-                "checkpoint"
+                f"{name} of {self.where} is sharded over processes, but this mapping compares its values (tied "
+                "weights to be stored once, scales of rows that the mapping joins, or padding): save without the "
+                "mapping, and convert the checkpoint"
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
 
@@ -102,7 +102,7 @@ class RunState:
 class Move:
     """Elements of a box of the run's tensor that fill a box of a tensor of the checkpoint.
 
-    name, box: of the checkpoint. source_box: of the run.
+    name, box: in the checkpoint. source_box: in the run.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Move:
     def values(self, source: np.ndarray) -> np.ndarray:
         """The elements of ``box``, C-contiguous; ``source``: those of ``source_box``.
 
-        CheckpointError when one becomes infinite.
+        CheckpointError if one becomes infinite.
         """
         source = np.ascontiguousarray(source).reshape(self.source_box.sizes)
         target = np.empty(self.box.sizes, source.dtype)
@@ -135,9 +135,9 @@ class Move:
 
 
 class SavedAs:
-    """What a run's state becomes in a checkpoint under the other side of ``mapping``.
+    """A run's state as it will be in a checkpoint with the other side of ``mapping``.
 
-    config: fields like those of a `config.json`, which give sizes of axes and name the model. Raises CheckpointError
+    config: fields as in a `config.json`, which give sizes of axes and name the model. Raises CheckpointError
     (MappingError) with everything that does not fit.
     """
 
@@ -164,7 +164,7 @@ class SavedAs:
     def moves(self, source: str, box: Box) -> Iterator[Move]:
         """Where the elements of ``box`` of the run's tensor ``source`` go.
 
-        Over all boxes of all sources, each element of the checkpoint comes once, but for values that the plan knows.
+        Over all boxes of all sources, each element of the checkpoint occurs once, except values that the plan knows.
         """
         for name, block, change in self._parts.get(source, ()):
             for ranges in dense_pieces(block, box):
@@ -172,7 +172,7 @@ class SavedAs:
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[str, Block, Change | None]]]:
-        """By source tensor: the tensors made of it, and how."""
+        """By source tensor, the tensors made from it, and how."""
         parts: dict[str, list[tuple[str, Block, Change | None]]] = {}
         for name, tensor in self.tensors.items():
             content = tensor.content
@@ -193,24 +193,23 @@ class SavedAs:
 def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, object]) -> MappingTable:
     where = f"the configuration of {state.where}"
     require_model(table, config, where)
-    # Ties are held against values, and no process has all of a tensor.
+    # Checking ties needs values, and no process has all values of a tensor.
     return replace(with_config_fields(table, config, where), ties=None, told=None)
 
 
 def _other_side(state: RunState, table: MappingTable) -> str | None:
-    """The convention to save under, where there is but one other; else the one that is usual in the format."""
+    """The convention to save in: the only other one, or else the usual one of the format."""
     own = find(state.tensors.values(), table, None, state.where).convention.name
     others = [name for name in table.conventions if name != own]
     return others[0] if len(others) == 1 else None
 
 
 class LoadedAs:
-    """A checkpoint under the names and layouts of a run: a `CheckpointReader` of what the mapping makes of ``reader``.
+    """A checkpoint under the names and layouts of a run: a `CheckpointReader` of ``reader``, translated by the mapping.
 
-    state: the run, whose shapes give sizes of axes that are open otherwise. config: as of `SavedAs`; a `config.json`
-    beside the checkpoint comes first. A checkpoint that has
-    the run's own names is read as it is. Notes of places are left out. Raises CheckpointError (MappingError) with
-    everything that does not fit.
+    state: the run, whose shapes give sizes of axes that are otherwise open. config: as in `SavedAs`; a `config.json`
+    next to the checkpoint takes precedence. A checkpoint that has the run's own names is read unchanged. Notes of
+    places are left out. Raises CheckpointError (MappingError) with everything that does not fit.
     """
 
     def __init__(

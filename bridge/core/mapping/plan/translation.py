@@ -70,12 +70,12 @@ def make_plan(
     from_: str | None = None,
     wanted: Tensors | None = None,
 ) -> TranslationPlan:
-    """TranslationPlan the translation of an open checkpoint to format ``to``.
+    """Plan the translation of an open checkpoint to format ``to``.
 
-    Without a mapping tensors keep their tree paths. With a mapping, every source tensor must be matched by exactly one
+    Without a mapping, tensors keep their tree paths. With a mapping, every source tensor must be matched by exactly one
     rule, be optimizer or train state, or be listed as dropped. into, from_: the mapping's conventions of target and
-    source, where names and format leave the choice open; into as a `Convention` also gives the places. wanted: weights
-    of the target whose shapes are known, by name in ``into``: sizes of axes follow from them, too.
+    source, if names and format leave the choice open; a `Convention` as ``into`` also gives the places. wanted: weights
+    of the target with known shapes, by name in ``into``: they also determine sizes of axes.
 
     Raises CheckpointError (MappingError) with everything that does not fit.
     """
@@ -157,9 +157,9 @@ class _Planner:
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _others(self, refused_names: Collection[str]) -> tuple[list[PlannedTensor], list[str]]:
-        """Of the tensors beside weights and moments: those that go along, and the names of those that no rule is for.
+        """Tensors other than weights and moments: those that are copied, and the names of those without a rule.
 
-        A state whose weights have numbers only is a problem.
+        A state that only numbers its weights is a problem.
         """
         between_trees = self.source.is_tree and self.target.is_tree
         carried, unmatched, numbered = [], [], set[TreePath]()
@@ -200,15 +200,15 @@ class _Planner:
         return outputs
 
     def _weights(self, owners: Mapping[str, Rule], parts: Collection[str]) -> dict[str, View]:
-        """The target's weights, those with a second name included. parts: of the model, that the source has."""
+        """The target's weights, including second names. parts: the parts of the model that the source has."""
         weights, _ = self._outputs("weights", self.tree.weights, owners, {})
         if any(self.source.name in rule.cases for rule in owners.values()):
-            # Numbers of cases and heights of stacks can be compared only where all layers have one name.
+            # Numbers of cases and heights of stacks can be compared only if all layers have one name.
             theirs = NameIndex(self.mapping.rules, self.target.name)
             there = {weight: rule for weight in weights for rule in theirs.rules_of(weight)}
             for text, rule in uneven(self.mapping.rules, self.target.name, there):
                 self.problems.add(text, rule)
-        # A state dict of PyTorch has all names of its tensors.
+        # A PyTorch state dict has all names of its tensors.
         every = self.to == "dcp"
         named = partial(
             second_of_two, self.mapping, self.tree, self.target.name, self._axes, parts, every=every
@@ -216,12 +216,12 @@ class _Planner:
         return weights | (self._try(lambda: dict(named())) or {})
 
     def _objects(self, weights: Mapping[str, View]) -> tuple[dict[str, TreePath], dict[TreePath, object]]:
-        """The paths of objects that go along, and values that the target has instead of the source's."""
+        """The paths of objects that are copied, and values that replace the source's in the target."""
         added = added_parts(self.notes, self.target)
         written = {
             name: "/".join(map(str, path)) for name, path in self.object_paths.items() if path != PLACES
         }
-        # What an edited checkpoint has there is no empty part.
+        # In an edited checkpoint, this may no longer be an empty part.
         empty_there = {n for n, path in written.items() if path in added and self.reader.objects[n] is None}
         paths = {name: self.object_paths[name] for name in written if name not in empty_there}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
@@ -235,30 +235,30 @@ class _Planner:
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
 
     def _target(self, into: str | None) -> Convention:
-        """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
+        """The convention to translate to: the requested one, the only other one, or the usual one of the format."""
         conventions = self.mapping.conventions
         if into is not None:
             known = self.mapping.convention_of(into)
             if known is None or known == self.source.name:
                 others = [name for name in conventions if name != self.source.name]
                 raise MappingError(
-                    f"expected another convention of mapping {self.mapping.name} than {self.source.name}, which "
-                    f"{self.reader.path} has: {', '.join(others)}; got {into!r}{did_you_mean(into, others)}"
+                    f"expected a convention of mapping {self.mapping.name} other than {self.source.name}, which "
+                    f"{self.reader.path} already has: {', '.join(others)}; got {into!r}{did_you_mean(into, others)}"
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
         came = [c for c in left if c.name in conventions_for(self.notes, self.to)]
         if len(came) == 1:
             return came[0]
-        # A model without its heads becomes one without.
+        # A model without its heads becomes a model without heads.
         fitting = usual_in(self.to, [c for c in left if c.without == self.source.without])
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:
             formats = " and ".join(c.format for c in conventions.values())
             raise MappingError(
-                f"mapping {self.mapping.name} translates between {formats}, but {self.reader.path} is "
-                f"{self.reader.format} already, with names of {self.source.name}; leave the mapping out to keep the "
+                f"mapping {self.mapping.name} translates between {formats}, but {self.reader.path} is already "
+                f"{self.reader.format}, with the names of {self.source.name}; leave the mapping out to keep the "
                 f"names, or give --into {left[0].name} to translate them"
             )
         raise MappingError(
@@ -268,7 +268,7 @@ class _Planner:
         )
 
     def _at_its_places(self, target: Convention) -> Convention:
-        """The target at the places that an earlier conversion noted, else with the states of a source of its kind."""
+        """The target at places that an earlier conversion noted, else with the states of a source of the same kind."""
         if is_noted := target.name in self.notes:
             target = noted(target, self.notes[target.name])
         else:
@@ -281,21 +281,21 @@ class _Planner:
     def _chain(
         self, outputs: Mapping[Section, Mapping[str, View]], taken: Sequence[TreePath]
     ) -> tuple[dict[TreePath, object], str]:
-        """Empty parts of an optax chain, and what it fits; nothing where a checkpoint says how the chain looks."""
+        """Empty parts of an optax chain, and which optimizer it fits; nothing if a checkpoint records its chain."""
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
             return {}, ""
         return completed(self.target, [section for section in outputs if outputs[section]], taken)
 
     def _told_by_config(self, problems: Sequence[str]) -> Sequence[str]:
-        """The problems, with where sizes that do not fit come from."""
+        """The problems, and the origin of sizes that do not fit."""
         config = self.mapping.told
         if config is None or not config.sizes or not any("expected size" in text for text in problems):
             return problems
         sizes = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items())
         return [
             *problems,
-            f"{config.where} gives {sizes}: if it is of another model, give the sizes (--axis AXIS=SIZE --any-model)",
+            f"{config.where} gives {sizes}: if it is for another model, give the sizes (--axis AXIS=SIZE --any-model)",
         ]
 
     def _fewer_layers(self, owners: Mapping[str, Rule]) -> Sequence[str]:
@@ -303,11 +303,11 @@ class _Planner:
         if config is None or config.layers is None or not 0 < there < config.layers:
             return ()
         return (
-            f"{config.where} says that the model has {config.layers} layers: these are the weights of {there}",
+            f"{config.where} says that the model has {config.layers} layers, but these are the weights of {there}",
         )
 
     def _noted(self, empty: Iterable[TreePath]) -> dict[TreePath, object]:
-        """What a conversion back has to know of this source, and what was noted before."""
+        """The notes that a conversion back needs about this source, and earlier notes."""
         known, format = self.mapping.conventions, self.reader.format
         notes = updated(self.notes, self.source, self.target, known, format, self.asked, empty)
         return {PLACES: notes} if notes else {}
@@ -329,8 +329,8 @@ class _Planner:
             owners[weight] = rules[0]
             if section == "weights" and not rules[0].entries(self.target.name):
                 self.problems.add(
-                    f"tensor {NAMES} has no counterpart in convention {self.target.name}: drop it, or add one to rule "
-                    f"{rules[0]}",
+                    f"tensor {NAMES} has no counterpart in convention {self.target.name}: drop it, or add a "
+                    f"counterpart to rule {rules[0]}",
                     info.name,
                 )
         return owners
@@ -338,7 +338,7 @@ class _Planner:
     def _outputs(
         self, section: Section, tensors: Tensors, owners: Mapping[str, Rule], scales: Tensors
     ) -> tuple[dict[str, View], dict[str, View]]:
-        """The target's tensors of a section, and their scales where the source's have some, by weight."""
+        """The target's tensors of a section, and their scales if the source has some, by weight."""
         views: dict[str, View] = {}
         scale_views: dict[str, View] = {}
         makers: dict[str, Rule] = {}

@@ -1,4 +1,4 @@
-"""The rest of a checkpoint besides the weights: step counts, training state, and hyperparameters."""
+"""The parts of a checkpoint other than weights: step counts, training state, and hyperparameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreeP
 from bridge.core.mapping.language.conventions import WORDS
 from bridge.core.mapping.language.errors import MappingError
 
-# torch counts steps in float32, where the next integer after 2**24 does not exist.
+# torch counts steps in float32, which cannot represent 2**24 + 1.
 LARGEST_STEP = 2**24
 
 WORDS_OF_MOMENTS = frozenset(WORDS.values())
@@ -23,12 +23,12 @@ OPTIMIZER_KEYS = frozenset({"optimizer", "optimizers", "optim", "opt_state", "op
 def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
     """Whether a tensor that belongs to no weight is copied under its own path.
 
-    Training state is copied. So is all of an optimizer but the moments: hyperparameters, and optax's own values, such
-    as the counts of schedules. between_trees: only scalars of an optimizer are copied. Its other tensors, such as
-    accumulated gradients, are laid out like the source's weights, and would be read as laid out like the target's.
+    Training state is copied. So is optimizer state other than moments: hyperparameters, and optax's own values, such as
+    the counts of schedules. between_trees: only scalars of an optimizer are copied. Its other tensors, such as
+    accumulated gradients, have the layout of the source's weights, and would be misread in the layout of the target's.
     """
     parts = [part for key in info.path for part in str(key).split(".")]
-    # MaxText has generators in nnx_aux, and with them what is a part of the model, which is no training state.
+    # MaxText stores generators in nnx_aux, together with parts of the model, which are not training state.
     if parts[0] in _CARRIED or (parts[0] == "nnx_aux" and "rngs" in parts):
         return True
     kept_by_weight = "state" in parts or not WORDS_OF_MOMENTS.isdisjoint(parts)
@@ -43,9 +43,9 @@ def object_path(path: TreePath) -> TreePath:
 
 
 def one_step(reader: CheckpointReader, infos: Sequence[TensorInfo], name: str, *, whole: bool) -> int:
-    """The step that all of these tensors hold, to be stored as ``name``. whole: the tensors are integers, not floats.
+    """The step that all of these tensors contain, to be stored as ``name``. whole: tensors are integers, not floats.
 
-    Raises MappingError when they differ (naming two), are not scalars, or are not integers from 0 to 2**24.
+    Raises MappingError if they differ (naming two), are not scalars, or are not integers from 0 to 2**24.
     """
     values = {info.name: (_count if whole else _step)(reader, info) for info in infos}
     first = infos[0].name

@@ -1,12 +1,12 @@
-"""The optax chain around a state that comes from torch, whose checkpoints say nothing about chains.
+"""The optax chain around a state from torch, whose checkpoints contain no chains.
 
-Parts of a chain without a state hold nothing, but stock Orbax restores only trees of equal length:
+Parts of a chain without state are empty, but stock Orbax restores only trees of equal length:
 
     place of the moments      optimizer written                               parts
     opt_state/0/mu            optax.adamw with a constant rate                0: state, 1 and 2: nothing
     opt_state/0/trace         optax.sgd with a constant rate                  0: state, 1: nothing
-    opt_state/1/0/mu          the same behind a part without a state          0: nothing, 1: adamw
-    opt_state/mu              the state alone, as of optax.scale_by_adam      none
+    opt_state/1/0/mu          the same after a part without state          0: nothing, 1: adamw
+    opt_state/mu              only the state, as of optax.scale_by_adam      none
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _BEHIND: tuple[tuple[Section, str, int, str], ...] = (
     ("exp_avg", "optax.adamw", 2, "mu, nu and count into the ScaleByAdamState"),
     ("momentum_buffer", "optax.sgd with momentum", 1, "trace into the TraceState"),
 )
-"""Moment, optimizer, how many parts stand behind its state (weight decay, the learning rate), and what goes where."""
+"""Moment, optimizer, the number of parts after its state (weight decay, the learning rate), and what goes where."""
 
 
 def completed(
     target: Convention, sections: Collection[Section], taken: Sequence[TreePath]
 ) -> tuple[dict[TreePath, object], str]:
-    """The empty parts of the chain, and a sentence that says which optimizer restores the tree.
+    """The empty parts of the chain, and a sentence that says which optimizer can restore the tree.
 
-    sections: what of an optimizer is written. taken: the paths that have something.
+    sections: the written parts of an optimizer's state. taken: the paths that are in use.
     """
     written = [entry for entry in _BEHIND if entry[0] in sections]
     if not written:
@@ -44,27 +44,27 @@ def completed(
     )
     if len(written) > 1:
         return {}, (
-            f"{shown} has the states of {optimizers}, as no chain of optax has, so that stock Orbax restores it for "
-            f"none: {by_hand}"
+            f"{shown} contains the states of {optimizers}, which no optax chain has together, so stock Orbax can "
+            f"restore it for no optimizer: {by_hand}"
         )
     wrapper = next((key for key in node[1:] if isinstance(key, str)), None)
     if wrapper is not None:
         return {}, (
-            f"{shown} has the state of {optimizers} inside of {wrapper}, whose other values torch does not have, so "
-            f"that stock Orbax restores it for no optimizer: {by_hand}"
+            f"{shown} contains the state of {optimizers} inside {wrapper}, whose other values torch does not have, so "
+            f"stock Orbax can restore it for no optimizer: {by_hand}"
         )
     if len(node) == 1:
-        return {}, f"{shown} has the state of {optimizers} alone, and nothing of a chain"
+        return {}, f"{shown} contains only the state of {optimizers}, without a chain"
     empty = [(*node[:k], part) for k in range(1, len(node)) for part in range(int(node[k]))]
     empty += [(*node[:-1], int(node[-1]) + part) for part in range(1, behind + 1)]
     free = [part for part in empty if not any(path[: len(part)] == part for path in taken)]
     if len(free) < len(empty):
-        # The source brought further parts, as from a chain of optax.
+        # The source has further parts, as from an optax chain.
         return dict.fromkeys(free), ""
-    front = ", behind parts without a state" if any(node[1:-1]) else ""
+    front = ", after parts without state" if any(node[1:-1]) else ""
     count = "/".join(map(str, (*empty[-1], "count")))
     return dict.fromkeys(free), (
-        f"{node[0]} is that of {optimizers} with a constant rate{front}, and stock Orbax restores it for that chain "
-        f"alone. For another one, such as with a schedule, which has {count}, too: {by_hand}, and the same count into "
-        "the schedule's state"
+        f"{node[0]} is the state of {optimizers} with a constant learning rate{front}, and stock Orbax restores it "
+        f"only for that chain. For another chain, such as one with a schedule, which also has {count}: {by_hand}, and "
+        "put the same count into the schedule's state"
     )

@@ -1,4 +1,4 @@
-"""Hyperparameters of PyTorch's optimizers, which name weights: their names follow the weights into other conventions.
+"""Hyperparameters of PyTorch's optimizers, which name weights: the names follow the weights into other conventions.
 
     optimizer.param_groups.0.params = ["layers.0.wq.weight", ...]        a group's weights, in a list
     optimizer.param_groups.layers.0.wq.weight.lr = 0.1                   flattened: a value for each weight
@@ -22,7 +22,7 @@ _GROUPS = "param_groups"
 
 @dataclass(frozen=True)
 class _Place:
-    """A weight's place in the rules: one rule at values of the path's indices. parts: the axes of each of its parts."""
+    """A weight's place in the rules: one rule, with values of the path's indices. parts: the axes of each part."""
 
     rule: int
     values: Mapping[str, int]
@@ -36,11 +36,11 @@ def followed(
     target: Convention,
     weights: Iterable[str],
 ) -> tuple[dict[str, TreePath], dict[TreePath, object]]:
-    """Objects by name in the source with their paths in the target, and further ones by path with new values.
+    """Objects by name in the source with their paths in the target, and further objects by path with new values.
 
-    paths: those of the source's objects. weights: all weights of the target.
+    paths: of the source's objects. weights: all weights of the target.
 
-    Raises MappingError when weights that become one weight have different hyperparameters.
+    Raises MappingError if weights that become one weight have different hyperparameters.
     """
     lists = {name: path for name, path in paths.items() if _is_list(path)}
     values = {name: key for name, path in paths.items() if (key := _flat_key(path)) is not None}
@@ -106,7 +106,7 @@ def _convention(mapping: MappingTable, weights: Iterable[str]) -> str | None:
 
 
 def _optimized(mapping: MappingTable, convention: str, weights: Iterable[str]) -> Iterator[str]:
-    """The names that an optimizer has for these weights: a rule's moments may have some of their own."""
+    """The names that an optimizer uses for these weights: a rule's moments may have separate names."""
     for weight, group in _places(mapping, convention, weights, moments=False).items():
         rule = mapping.rules[group.rule]
         own = rule.moments.get(convention)
@@ -130,6 +130,6 @@ def _places(
 
 
 def _same(a: _Place, b: _Place) -> bool:
-    """Whether two weights of one rule share elements: a part, at the same numbers of the indices that both have."""
+    """Whether two weights of one rule share elements: a common part, with equal values of common indices."""
     shared = a.values.keys() & b.values.keys()
     return not a.parts.isdisjoint(b.parts) and all(a.values[index] == b.values[index] for index in shared)

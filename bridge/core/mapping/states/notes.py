@@ -3,8 +3,8 @@
     {"jax": {"weights": "params/{w}",
              "states": [{"exp_avg": "opt_state/1/0/mu/{w}", "step": "opt_state/1/0/count", ...}]}}
 
-Where there are several states, each has "for": the names of its weights. "format" is the kind of file that the tensors
-were in, and "axes" are the sizes that the caller gave: a conversion back to such a file needs no --into and no --axis.
+If there are several states, each has "for": the names of its weights. "format" is the format of the file with the
+tensors, and "axes" are the sizes that the caller gave: a conversion back to such a file needs no --into and no --axis.
 "added" are the paths of empty parts that a conversion wrote for this convention, and that a conversion back leaves out.
 """
 
@@ -32,8 +32,8 @@ def updated(
     """The notes of a conversion from ``source``, whose places were found, to ``target``.
 
     usual: the mapping's conventions at their usual places. format: of the source. axes: the sizes that the caller gave.
-    added: paths of empty parts in the target. A source needs no note where a conversion back finds its convention,
-    places and sizes by itself.
+    added: paths of empty parts in the target. A source needs no note if a conversion back can find its convention,
+    places and sizes without one.
     """
     result = {name: value for name, value in notes.items() if name not in (source.name, target.name)}
     others = [c for name, c in usual.items() if name != target.name and c.without == target.without]
@@ -66,7 +66,7 @@ def added_parts(notes: Mapping[str, object], convention: Convention) -> frozense
 
 
 def kind_of(format: str) -> str:
-    """The format that a checkpoint of this format is written in: torch.save's files have a state dict, as DCP has."""
+    """The format in which a checkpoint of this format is written: torch.save's files have a state dict, like DCP."""
     return {"torch": "dcp", "npz": "orbax", "msgpack": "orbax"}.get(format, format)
 
 
@@ -83,14 +83,14 @@ def noted_axes(notes: Mapping[str, object]) -> dict[str, int]:
 
 
 def read_notes(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> dict[str, object]:
-    """The notes in a checkpoint by convention, unchecked; empty where the checkpoint has no table of notes."""
+    """The notes in a checkpoint by convention, unchecked; empty if the checkpoint has no table of notes."""
     name = next((name for name, path in paths.items() if path == PLACES), None)
     note = reader.objects[name] if name is not None else None
     return {str(key): value for key, value in note.items()} if isinstance(note, dict) else {}
 
 
 def noted(convention: Convention, data: object) -> Convention:
-    """The convention at its noted places; the convention itself where the note is malformed."""
+    """The convention at its noted places; the convention itself if the note is malformed."""
     if not isinstance(data, dict) or not isinstance(data.get("states"), list):
         return convention
     try:

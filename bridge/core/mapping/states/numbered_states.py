@@ -1,13 +1,13 @@
-"""Optimizer states that torch numbers, under the names of the weights that the numbers stand for.
+"""Optimizer states that torch numbers, under the names of the numbered weights.
 
     optimizer.state_dict()                             here
     optimizer.state.0.exp_avg          (5, 4)          optimizer.state.layers.0.weight.exp_avg
     optimizer.param_groups.0.params    [0, 1]          ["layers.0.weight", "layers.0.bias"]
 
-The names are those in `param_names`, which an optimizer has that was made of `named_parameters()`. Without them the
-shapes decide, where they leave one way to give each number a weight. Where several weights have one shape, as in layers
-that follow each other, nothing in the file tells which number is whose: an optimizer may list weights in any order.
-Then the user says the order, or the states stay numbers, which no mapping takes.
+The names come from `param_names`, which an optimizer has if it was made from `named_parameters()`. Without them, the
+shapes decide, if they leave only one way to assign a weight to each number. If several weights have one shape, as in
+consecutive layers, nothing in the file tells which number belongs to which weight: an optimizer may list weights in any
+order. Then the user gives the order, or the states stay numbered, which no mapping accepts.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _STATE, _GROUPS = "state", "param_groups"
 
 MODEL_ORDER: Final = "model"
-"""The order of an optimizer whose groups follow the model."""
+"""The order of an optimizer whose groups follow the model's order."""
 
 _MAX_ORDER_BYTES: Final = 16 << 20
 
 _Shape = tuple[int, ...]
 _Groups = Sequence[Sequence[tuple[int, _Shape | None]]]
 _Weights = Sequence[tuple[str, _Shape]]
-"""Names and shapes. Of numbers in groups the shape is None where no state tells."""
+"""Names and shapes. For numbers in groups, the shape is None if no state tells it."""
 
 
 def with_named_states(
     reader: CheckpointReader, mapping: MappingTable, order: str | None = None
 ) -> CheckpointReader:
-    """``reader`` with names for numbers in its optimizer states, as far as these are known; else ``reader`` itself.
+    """``reader`` with names for numbers in its optimizer states, as far as names are known; else ``reader`` itself.
 
-    mapping: tells which weight may be another one under a second name, for which an optimizer has one number. order:
-    "model", where in each group the weights follow each other as in the model; or a text file with the name of a weight
-    on each line, in the order of the numbers, of several optimizers one after the other; None: as `param_names` and
-    shapes tell. Raises CheckpointError for a file that does not fit.
+    mapping: tells which weight may be a second name of another; an optimizer has one number for both. order: "model",
+    if each group lists weights in the model's order; or a text file with the name of one weight on each line, in the
+    order of the numbers, several optimizers one after the other; None: from `param_names` and shapes. Raises
+    CheckpointError for a file that does not fit.
     """
     prefixes = _prefixes(reader)
     if not prefixes:
@@ -67,7 +67,7 @@ def with_named_states(
 
 
 def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
-    """What would tell the weights that numbers in the states of the optimizer at ``prefix`` stand for."""
+    """How to say which weights the numbers in the states of the optimizer at ``prefix`` mean."""
     shapes = _shapes(reader, prefix)
     alike: dict[_Shape, list[str]] = {}
     for weights in _weights(reader, prefix)[:1]:
@@ -76,16 +76,16 @@ def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
     names = next((names for shape, names in alike.items() if len(names) > 1 and shape in shapes.values()), [])
     such = f": {first_of(names)} have one shape" if names else ""
     return (
-        f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
-        f"nothing tells which number is whose{such}. If the optimizer has all of model.parameters(), or groups "
-        "that each follow the model's order, say so (--optimizer-order model). Else give a file with the name of a "
-        "weight on each line, in the order of the optimizer (--optimizer-order FILE), or save the optimizer with names "
-        "(model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
+        f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and nothing "
+        f"tells which number belongs to which weight{such}. If the optimizer has all of model.parameters(), or groups "
+        "that each follow the model's order, say so (--optimizer-order model). Otherwise give a file with the name "
+        "of one weight on each line, in the optimizer's order (--optimizer-order FILE), or save the optimizer with "
+        "names (model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
     )
 
 
 class NamedStates(AlteredReader):
-    """``reader``, in which each number of ``names``, by the place of its optimizer, is replaced by a name."""
+    """``reader`` with each number in ``names``, by the place of its optimizer, replaced by a name."""
 
     def __init__(self, reader: CheckpointReader, names: Mapping[TreePath, Mapping[int, str]]) -> None:
         super().__init__(reader)
@@ -117,7 +117,7 @@ class NamedStates(AlteredReader):
 
 
 def is_numbered(path: TreePath) -> bool:
-    """Whether this is the path of what an optimizer keeps for a weight that it numbers."""
+    """Whether this is the path of an optimizer's state for a numbered weight."""
     return len(path) > 2 and path[-3] == _STATE and str(path[-2]).isdecimal() and len(str(path[-2])) < 10
 
 
@@ -147,7 +147,7 @@ def _names(
 
 
 def _fits(groups: _Groups, weights: _Weights) -> bool:
-    """Whether weights of these shapes are there, one for each number. None fits all."""
+    """Whether there are weights with these shapes, one for each number. None fits any shape."""
     numbers = [pair for group in groups for pair in group]
     have = Counter(shape for _, shape in weights)
     need = Counter(shape for _, shape in numbers if shape is not None)
@@ -155,7 +155,7 @@ def _fits(groups: _Groups, weights: _Weights) -> bool:
 
 
 def _in_order(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
-    """A weight for each number, which in each group follow each other; None unless there is exactly one way."""
+    """A weight for each number, in order within each group; None unless there is exactly one way."""
     names: dict[int, str] = {}
     for group in groups:
         places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
@@ -168,7 +168,7 @@ def _in_order(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
 def _without_second_names(
     reader: CheckpointReader, weights: _Weights, mapping: MappingTable
 ) -> list[tuple[str, _Shape]]:
-    """``weights`` without those that have the bits of the one that ``mapping`` ties them to."""
+    """``weights`` without those that have the same bits as the weight to which ``mapping`` ties them."""
     shapes = dict(weights)
     names = {str(info.path[-1]): name for name, info in reader.tensors.items() if not is_numbered(info.path)}
     second = set()
@@ -199,7 +199,7 @@ def _lines(file: Path) -> list[str]:
 def _listed(
     reader: CheckpointReader, prefixes: Sequence[TreePath], lines: Sequence[str]
 ) -> dict[TreePath, dict[int, str]]:
-    """The name on the line of each number. CheckpointError unless the names are those of weights of these shapes."""
+    """The name on each number's line. CheckpointError unless the names belong to weights of these shapes."""
     shapes = {
         (prefix, number): shape for prefix in prefixes for number, shape in _shapes(reader, prefix).items()
     }
@@ -222,15 +222,15 @@ def _listed(
     for (prefix, number), name in zip(numbers, lines, strict=True):
         if shapes.get((prefix, number), weights[name]) != weights[name]:
             raise CheckpointError(
-                f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is given to {name}: expected a "
-                f"state of its shape {weights[name]}, found {shapes[prefix, number]}"
+                f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is assigned to {name}: expected a "
+                f"state of shape {weights[name]}, found {shapes[prefix, number]}"
             )
     name_of = dict(zip(numbers, lines, strict=True))
     return {prefix: {n: name for (p, n), name in name_of.items() if p == prefix} for prefix in prefixes}
 
 
 def _only_assignment(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
-    """A weight for each number; None where that is possible in several ways. There are weights of all shapes."""
+    """A weight for each number; None if there are several ways. There are weights of all shapes."""
     numbers = [pair for group in groups for pair in group]
     by_shape: dict[_Shape, list[str]] = {}
     for name, shape in weights:
@@ -247,7 +247,7 @@ def _only_assignment(groups: _Groups, weights: _Weights) -> dict[int, str] | Non
 
 
 def _groups(reader: CheckpointReader, prefix: TreePath) -> list[tuple[list[int], list[str] | None]] | None:
-    """The numbers of each group, and their names if the group has them; None where no groups are there."""
+    """The numbers of each group, and their names if the group has them; None if there are no groups."""
     objects = {path: name for name, path in reader.object_paths.items() if path[:-3] == prefix}
     groups = []
     for path, name in objects.items():
@@ -269,7 +269,7 @@ def _groups(reader: CheckpointReader, prefix: TreePath) -> list[tuple[list[int],
 
 
 def _shapes(reader: CheckpointReader, prefix: TreePath) -> dict[int, _Shape]:
-    """The shape of each number's weight: that of its moments, which have more axes than its step count."""
+    """The shape of each number's weight: the shape of its moments, which have more axes than its step count."""
     shapes: dict[int, _Shape] = {}
     for info in reader.tensors.values():
         if is_numbered(info.path) and info.path[:-3] == prefix and info.path[-1] != "step":
@@ -279,7 +279,7 @@ def _shapes(reader: CheckpointReader, prefix: TreePath) -> dict[int, _Shape]:
 
 
 def _weights(reader: CheckpointReader, prefix: TreePath) -> list[list[tuple[str, _Shape]]]:
-    """Names and shapes of what may be the weights, by place: those under the usual keys first."""
+    """Names and shapes of possible weights, by place, usual keys first."""
     places: dict[TreePath, list[tuple[str, _Shape]]] = {}
     for info in reader.tensors.values():
         last = str(info.path[-1])
@@ -293,7 +293,7 @@ def _weights(reader: CheckpointReader, prefix: TreePath) -> list[list[tuple[str,
 
 
 def _only_way(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> list[int] | None:
-    """Where in ``there`` each shape of ``wanted`` is, in order; None unless there is exactly one way. None fits all."""
+    """Where in ``there`` each shape of ``wanted`` is, in order; None unless there is one way. None fits any shape."""
     first = _leftmost(wanted, there)
     last = _leftmost(wanted[::-1], there[::-1])
     if first is None or last is None or first != [len(there) - 1 - position for position in last[::-1]]:

@@ -1,11 +1,11 @@
-"""Which optimizer keeps a state, and whether its numbers mean the same in torch and in optax.
+"""Which optimizer a state belongs to, and whether its numbers mean the same in torch and in optax.
 
-The names of what is kept for a weight tell the optimizer, as far as names can:
+The names of a weight's state identify the optimizer, as far as names can:
 
     torch    exp_avg, exp_avg_sq, step              Adam, AdamW, RAdam      optax    mu, nu, count
              momentum_buffer                        SGD                              trace
 
-These pairs are equal numbers, so bits are copied. Every other state is refused by the optimizer's name, with the
+These pairs have equal numbers, so bits are copied. Every other state is refused, with the optimizer's name and the
 reason. The formulas are from torch 2.13 and optax 0.2.8. The whole table is in `docs/reference/families.md`.
 """
 
@@ -25,7 +25,7 @@ from bridge.core.text import first_of
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer whose state is not translated. words: names of its own in its state. reason: why it is not."""
+    """An optimizer whose state is not translated. words: distinctive names in its state. reason: why not."""
 
     name: str
     words: frozenset[str]
@@ -36,42 +36,46 @@ def _optimizers(*rows: tuple[str, str, str]) -> tuple[Optimizer, ...]:
     return tuple(Optimizer(name, frozenset(words.split()), reason) for name, words, reason in rows)
 
 
-_AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither tells the other"
-_NO_STEP = "torch counts steps, optax does not, and their epsilons are inside and outside of the root"
+_AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither implies the other"
+_NO_STEP = "torch counts steps and optax does not, and one adds epsilon inside the root, the other outside"
 _NO_COUNT = "optax.adadelta has no step count, which torch.optim.Adadelta needs"
-_FACTORED = "the two factor a weight along other axes"
-_FORGETS = "the two forget the gradient after a change of sign in other ways"
+_FACTORED = "torch and optax factor a weight along different axes"
+_FORGETS = "torch and optax drop the gradient after a sign change in different ways"
 _OF_BLOCKS = (
     "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
-    "its moments are numbers of a table for blocks of a weight",
+    "its moments are indices into a table, for blocks of a weight",
 )
 
 TORCH: tuple[Optimizer, ...] = _optimizers(
     ("Adam with amsgrad=True", "max_exp_avg_sq", _AMSGRAD),
     ("NAdam", "mu_product", "optax.nadam has a constant b1 in place of torch's growing one"),
-    ("Adamax", "exp_inf", "optax.adamax names it nu, and no name there tells it from Adam's second moment"),
+    (
+        "Adamax",
+        "exp_inf",
+        "optax.adamax names it nu, like Adam's second moment",
+    ),
     ("Adadelta", "acc_delta", _NO_COUNT),
     ("RMSprop", "square_avg grad_avg", f"{_NO_STEP}; optax.rmsprop's trace contains past learning rates"),
-    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from another sum"),
+    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from a different sum"),
     ("Rprop", "prev step_size", _FORGETS),
     ("ASGD", "ax eta", "optax has no such optimizer"),
     ("an 8-bit optimizer or another one of bitsandbytes", *_OF_BLOCKS),
-    ("a schedule-free optimizer", "z", "torch's Adam and SGD read its weights wrongly, as optax's do"),
+    ("a schedule-free optimizer", "z", "torch's and optax's Adam and SGD would misread its weights"),
     ("LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"),
     ("Adafactor", "row_var col_var variance exp_avg_sq_row exp_avg_sq_col", _FACTORED),
 )
-"""By the state's names in torch.optim, for Adafactor also in transformers, and in libraries that are named."""
+"""By the state's names in torch.optim, for Adafactor also in transformers, and in the named libraries."""
 
 OPTAX: tuple[Optimizer, ...] = _optimizers(
     ("optax.amsgrad", "nu_max", _AMSGRAD),
-    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from another sum"),
+    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from a different sum"),
     ("optax.adadelta", "e_g e_x", _NO_COUNT),
     ("optax.rprop", "step_sizes prev_updates", _FORGETS),
     ("optax.adafactor", "v_row v_col v", _FACTORED),
     (
         "optax.contrib.schedule_free",
         "z",
-        "torch.optim has no such optimizer, and Adam reads its weights wrongly",
+        "torch.optim has no such optimizer, and Adam would misread its weights",
     ),
 )
 
@@ -83,7 +87,7 @@ _ALONE: Mapping[str, Optimizer] = {
         (
             "Lion or another optimizer with one moment",
             "exp_avg",
-            "there is no exp_avg_sq, and nothing tells how exp_avg was made",
+            "there is no exp_avg_sq, and nothing tells how exp_avg was computed",
         ),
         ("optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"),
         (
@@ -94,16 +98,16 @@ _ALONE: Mapping[str, Optimizer] = {
     )
     for word in optimizer.words
 }
-"""Optimizers whose state is a part of Adam's."""
+"""Optimizers whose state is a part of Adam's state."""
 
 _READ_AS: tuple[tuple[Section, str, str], ...] = (
     (
         "exp_avg_sq",
         "mu, nu and count",
-        "those of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt keep other numbers under these "
-        "names, and nadam makes other updates of them",
+        "the state of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt store different values under "
+        "these names, and nadam computes different updates from them",
     ),
-    ("momentum_buffer", "trace", "that of optax.sgd, of gradients without the learning rate"),
+    ("momentum_buffer", "trace", "the trace of optax.sgd, which sums gradients without the learning rate"),
 )
 
 _MUON = "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count"
@@ -111,15 +115,15 @@ _ADOPT = "ADOPT's exp_avg is a mean of gradients that are divided by the root of
 _GROUPS = "param_groups"
 _OTHERWISE: Mapping[Section, Mapping[str, str]] = {
     "momentum_buffer": {
-        "dampening": "momentum_buffer then sums 1 - dampening of each gradient, and optax.trace whole ones",
+        "dampening": "momentum_buffer sums each gradient times 1 - dampening, and optax.trace whole gradients",
         "ns_steps": _MUON,
         "backend_steps": _MUON,
         "use_muon": _MUON,
-        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars in trace also learning rates",
+        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars's trace also learning rates",
     },
     "exp_avg": {"clip_exp": _ADOPT, "clip_lambda": _ADOPT},
 }
-"""By moment: keys of a group of weights that say that the moment is no equal of optax's, and why."""
+"""By moment: keys of a parameter group that show that the moment differs from optax's, and why."""
 
 _PLAIN = frozenset(
     {"params", "param_names", "name", "step", "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad"}
@@ -127,23 +131,23 @@ _PLAIN = frozenset(
     | {"differentiable"}
 )
 _USUAL = {"maximize": False, "bias_correction": True, "correct_bias": True}
-"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and such that change nothing at this value."""
+"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and keys that have no effect at this value."""
 
 _OWN_DEPTH = 2
-"""Keys before a weight in the state of our own optimizers: ``opt_state/trace/<weight>``."""
+"""Keys before a weight in our own optimizers' state: ``opt_state/trace/<weight>``."""
 
 _OF_MEGATRON = re.compile(
     r"optimizer\.distributed\.|optimizer\.state\.(?:exp_avg|exp_avg_sq|fp32_param|param)\."
 )
-"""Names in Megatron's torch_dist: by buckets, or the key before the weight."""
+"""Names in Megatron's torch_dist: of buckets, or the key before the weight."""
 
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
-"""What optax keeps besides an optimizer's state: sums of gradients, averages. It comes back as it was."""
+"""optax's values other than an optimizer's state: sums of gradients, averages. They are copied unchanged."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Optimizers whose states are not translated. problems: a sentence for each. names: those of their tensors."""
+    """Optimizers whose states are not translated. problems: a sentence for each. names: of their tensors."""
 
     problems: tuple[str, ...]
     names: frozenset[str]
@@ -156,7 +160,7 @@ def refused(
     target: Convention,
     index: NameIndex,
 ) -> Refused:
-    """The states in ``source`` that mean something else in ``target``, or nothing.
+    """The states in ``source`` that mean something else, or nothing, in ``target``.
 
     paths: of the source's objects. index: knows the weights' names.
     """
@@ -164,8 +168,8 @@ def refused(
     crossing = tree != target.is_tree
     if megatron := [info.name for info in source.others.values() if _OF_MEGATRON.search(info.name)]:
         text = (
-            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is cut "
-            "into buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
+            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is in "
+            "buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
         )
         return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(source, crossing)]
@@ -184,9 +188,8 @@ def refused(
         words.setdefault(optimizer, {})[word] = None
     problems = [
         f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(words[optimizer]))} of "
-        f"{first_of(names)}), which has no equal in {target.name}"
-        f"{f': {optimizer.reason}' if crossing else ''}. Leave the optimizer's state out (--weights-only)"
-        f"{_without(optimizer, tree)}"
+        f"{first_of(names)}), which has no equivalent in {target.name}{f': {optimizer.reason}' if crossing else ''}. "
+        f"Leave the optimizer's state out (--weights-only){_without(optimizer, tree)}"
         for optimizer, names in weights.items()
     ]
     if crossing and not tree:
@@ -203,9 +206,9 @@ def remarks(
     target: Convention,
     kept: Iterable[str],
 ) -> Iterator[str]:
-    """What a translation between torch and optax takes for granted.
+    """The assumptions of a translation between torch and optax.
 
-    paths: of the source's objects. kept: names of tensors that go along under their own names.
+    paths: of the source's objects. kept: names of tensors that are copied under their own names.
     """
     source = tree.convention
     if source.is_tree == target.is_tree:
@@ -214,7 +217,7 @@ def remarks(
         if tree.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
             yield (
                 "the optimizer has options that torch's Adam, AdamW, RAdam and SGD do not have by default "
-                f"({first_of(shown)}): its state is read as theirs"
+                f"({first_of(shown)}): its state is read as if it belonged to one of these"
             )
         return
     for section, words, meaning in _READ_AS:
@@ -231,15 +234,15 @@ def _without(optimizer: Optimizer, tree: bool) -> str:
     if optimizer.reason != _AMSGRAD:
         return ""
     (word,) = optimizer.words
-    return f", or the maximum alone, to go on as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
+    return f", or leave out only the maximum, to continue as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
 
 
 _Kept = tuple[Optimizer, str, str, str]
-"""An optimizer, a word of its state, the weight, and the tensor's or object's name; "" where that is translated."""
+"""An optimizer, a word of its state, the weight, and the tensor's or object's name; "" if it is translated."""
 
 
 def _from_sections(source: SourceTree, crossing: bool) -> Iterator[_Kept]:
-    """The optimizers of states that have the names of translated ones."""
+    """The optimizers of states with the same names as translated states."""
     tree = source.convention.is_tree
     for state in source.states:
         if crossing:
@@ -259,7 +262,7 @@ def _from_tree(others: Iterable[tuple[str, TreePath]], index: NameIndex) -> Iter
         start = next((k for k in range(2, len(keys)) if _knows(index, keys[k:])), None)
         if start is None or not (CARRIED | WORDS_OF_MOMENTS).isdisjoint(keys[:start]):
             continue
-        # A tree of weights may have a root of its own below the word: v_row/params/...
+        # A tree of weights may have its own root below the word: v_row/params/...
         word = next((key for key in keys[1:start] if key in _OPTAX_WORDS), keys[start - 1])
         yield _named(OPTAX, word, "optax"), word, "/".join(keys[start:]), name
 
@@ -271,7 +274,7 @@ def _knows(index: NameIndex, keys: list[str]) -> bool:
 def _from_state_dict(
     others: Iterable[tuple[str, TreePath]], index: NameIndex, objects: Iterable[TreePath]
 ) -> Iterator[_Kept]:
-    """objects: the paths of all objects, among which an optimizer that numbers its weights has groups."""
+    """objects: the paths of all objects, which include the groups of an optimizer that numbers its weights."""
     with_groups = {path[:-3] for path in objects if path[-3:-2] == (_GROUPS,)}
     for name, path in others:
         keys = [str(key) for key in path]
@@ -283,7 +286,7 @@ def _from_state_dict(
         else:
             before, _, word = ".".join(keys).rpartition(".")
             _, _, weight = f".{before}".rpartition(".state.")
-        # Loaders of data and schedulers have a state, too.
+        # Data loaders and schedulers have state, too.
         parts = weight.split(".")
         known = numbered or any(index.knows(".".join(parts[k:])) for k in range(len(parts)))
         if known and f".state.{weight}.{word}" in f".{'.'.join(keys)}" and word not in SECTIONS:
@@ -306,9 +309,9 @@ def _in_groups(paths: Mapping[str, TreePath]) -> Iterator[tuple[str, str]]:
 def _of_groups(
     reader: CheckpointReader, paths: Mapping[str, TreePath], tree: SourceTree, own: bool
 ) -> Iterator[str]:
-    """Problems of groups of weights whose moments are others than those of optax under these names.
+    """Problems of parameter groups whose moments differ from optax's moments with the same names.
 
-    own: the target's state is that of our own optimizers, which have no chain, and keep Muon's as torch does.
+    own: the target's state belongs to our own optimizers, which have no chain, and keep Muon's state as torch does.
     """
     reasons = {
         key: reason
@@ -326,7 +329,7 @@ def _of_groups(
 
 
 def _unusual(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterator[tuple[str, object]]:
-    """The first value of each kind that groups of torch's own optimizers do not have."""
+    """The first value of each kind that does not occur in groups of torch's own optimizers."""
     seen = set()
     for name, key in _in_groups(paths):
         if key in _PLAIN or key in seen:

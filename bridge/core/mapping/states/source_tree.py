@@ -8,8 +8,8 @@ The rules find weights under any prefix. They also find an optimizer's entries, 
     optimizer.state.layers.3.mlp.up.weight.exp_avg
     |--- before ----|------ weight --------|-after-|
 
-The place of the weights is the pair of "before" and "after" at which all required rules find their tensors. There may
-be several optimizer states, each for other weights, as optax's `partition` makes them.
+The place of the weights is the pair of "before" and "after" with which all required rules find their tensors. There may
+be several optimizer states, each for different weights, as made by optax's `partition`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bridge.core.mapping.language.table import MappingTable
 from bridge.core.text import did_you_mean
 
 _BEHIND = ("", "/value")
-"""Possible suffixes of a weight's name in a tree: nnx keeps the values of its variables under a key."""
+"""Possible suffixes of a weight's name in a tree: nnx stores the values of its variables under a key."""
 
 _INSIDE: Mapping[str, Section] = {word: section for section, word in WORDS.items()}
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
@@ -58,8 +58,7 @@ class SourceState:
 class SourceTree:
     """A checkpoint's tensors. ``convention``: has the places where they were found; its states are as in ``states``.
 
-    others: the tensors that belong to no weight, by name in the convention. elsewhere: other places that could as well
-    be those of the weights.
+    others: the tensors that belong to no weight, by name in the convention. elsewhere: other possible places.
     """
 
     convention: Convention
@@ -71,9 +70,9 @@ class SourceTree:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A way to read a tensor's name as that of a weight. before, after: the text around the weight's name.
+    """One way to read a tensor's name as a weight's name. before, after: the text around the weight's name.
 
-    node, inner: for an optimizer state, the text before the moment's name, and the text from there to the weight's.
+    node, inner: for an optimizer state, the text before the moment's name, and from there to the weight's name.
     """
 
     weight: str
@@ -85,9 +84,9 @@ class _Seen:
 
 
 class NameIndex:
-    """Finds the rules of a convention that know a weight's name: by one regular expression for all, then by each.
+    """Finds the rules of a convention that know a weight's name: by one regular expression for all rules, then by each.
 
-    moments: the names are those of what an optimizer keeps.
+    moments: whether the names are those of optimizer state.
     """
 
     def __init__(self, rules: Iterable[Rule], convention: str, *, moments: bool = False) -> None:
@@ -110,13 +109,13 @@ class NameIndex:
 
 
 def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None, where: str) -> SourceTree:
-    """Read the tensors as the convention whose required rules all find tensors; of several, the one that finds most.
+    """Read the tensors as the convention whose required rules all find tensors; among several, the one that finds most.
 
-    only: the convention, if it is known. Where no convention fits, the one that finds most is returned, so that an
-    error can list the tensors that it lacks.
+    only: the convention, if it is known. If no convention fits, the one that finds most is returned, so that an error
+    can list the missing tensors.
 
-    Raises MappingError, which begins with the mapping's name, when two conventions fit equally well, or when weights
-    are in two places.
+    Raises MappingError, beginning with the mapping's name, if two conventions fit equally, or weights are in two
+    places.
     """
     tensors = list(tensors)
     names = list(mapping.conventions)
@@ -129,8 +128,8 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
             )
         names = [known]
     trees = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
-    # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
-    # and leave less to a root, as with "transformer.wte" and "wte". Some differ in their optimizer state alone.
+    # If names are not distinctive, such as "w", the usual place decides. Then the convention with longer names, which
+    # leave less to a root, wins, as with "transformer.wte" and "wte". Some differ only in their optimizer state.
     ranks = {
         name: (
             _fits(f, mapping),
@@ -158,7 +157,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
 
 
 def _alike(conventions: Sequence[str], rules: Iterable[Rule], weights: Iterable[str]) -> bool:
-    """Whether these conventions know these weights by the same entries, so that they read them in the same way."""
+    """Whether these conventions know these weights by the same entries, and so read them in the same way."""
     first, *others = conventions
     index = NameIndex(rules, first)
     used = {id(rule): rule for weight in weights for rule in index.rules_of(weight)}
@@ -172,7 +171,7 @@ def _fits(tree: SourceTree, mapping: MappingTable) -> bool:
 
 
 def _used(weights: Iterable[str], index: NameIndex, mapping: MappingTable) -> set[int]:
-    """The rules that these weights are of, by id. A second name stands for the first one, too."""
+    """The rules of these weights, by id. A second name also counts for the first one."""
     rules = [rule for weight in weights for rule in index.rules_of(weight)]
     firsts = [mapping.rule_of(rule.tied_to) for rule in rules if rule.is_second_name]
     return {id(rule) for rule in (*rules, *firsts)}
@@ -192,7 +191,7 @@ def _as(
                 if index.knows(seen.weight):
                     weights[seen.before, seen.after][seen.weight] = info
             elif kept_index.knows(seen.weight):
-                # Shorter names are those of other weights with the same ending.
+                # Shorter names belong to other weights with the same ending.
                 kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
                 break
     needs = needed(mapping.rules, convention.name)
@@ -218,7 +217,7 @@ def _as(
 
 
 def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
-    """Every way to read a name as that of a weight, the longest weight names first."""
+    """Every way to read a name as a weight's name, the longest weight names first."""
     separator = convention.separator
     starts = [0, *(match.end() for match in re.finditer(re.escape(separator), name))]
     if not convention.is_tree:
@@ -258,7 +257,7 @@ def _states(
 def _texts(
     prefix: tuple[str, str, str], path: Sequence[str | int], convention: Convention
 ) -> dict[Section, str]:
-    """The places of a state, from the path of one of its tensors, which tells lists from keys."""
+    """The places of a state, from the path of one of its tensors, which distinguishes lists from keys."""
     node, inner, after = prefix
     if not convention.is_tree:
         return {section: f"{node}{WEIGHT}.{section}" for section in (*BY_WEIGHT, "step")}
@@ -275,10 +274,11 @@ def _places(
     needs: Mapping[str, set[int]],
     mapping: MappingTable,
 ) -> list[tuple[str, str]]:
-    """The place of the weights, and others that could as well be it.
+    """The place of the weights, and other possible places.
 
-    It is where all required rules find a tensor; else the usual place, or the fullest. Of a part of a model, which no
-    rule requires, it is the fullest: one name of a few letters is found in many places.
+    It is the place where all required rules find a tensor; else the usual place, or the place with the most tensors.
+    For a part of a model, which no rule requires, it is the place with the most tensors: short names occur in many
+    places.
     """
     whole = [prefix for prefix, weights in places.items() if complete(_used(weights, index, mapping), needs)]
     if not any(needs.values()):

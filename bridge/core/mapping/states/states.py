@@ -4,7 +4,7 @@
     optimizer.state.<w>.exp_avg, .exp_avg_sq       <state>/mu/<w>, <state>/nu/<w>
     optimizer.state.<w>.step    (each)             <state>/count   (one for all weights of the state)
 
-Where a source has several states, as optax's `partition` makes them, each weight is in one of them.
+If a source has several states, as made by optax's `partition`, each weight is in one of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Outputs = Mapping[Section, Mapping[str, View]]
 
 
 def merged(tree: SourceTree, problems: Problems) -> dict[Section, Tensors]:
-    """Moments and scales of all states by section and weight. Two of a kind for a weight are added to the problems."""
+    """Moments and scales of all states by section and weight. Two of the same kind for one weight are a problem."""
     sections: dict[Section, Tensors] = {section: {} for section in (*BY_WEIGHT, "step")}
     for state in tree.states:
         for section, tensors in state.sections.items():
@@ -53,7 +53,7 @@ def merged(tree: SourceTree, problems: Problems) -> dict[Section, Tensors]:
 
 
 def of_other_shapes(tree: SourceTree, where: str, problems: Problems) -> frozenset[str]:
-    """The names of moments that are no array of a number for each element of their weight, which is a problem."""
+    """The names of moments that do not have one number for each element of their weight, which is a problem."""
     names = [
         info.name
         for state in tree.states
@@ -63,15 +63,15 @@ def of_other_shapes(tree: SourceTree, where: str, problems: Problems) -> frozens
     ]
     if names:
         problems.append(
-            f"{where} has moments of other shapes than their weights ({first_of(names)}), as GaLore, NovoGrad and "
-            "Adam-mini keep them, and no rule tells which elements they are of. Leave the optimizer's state out "
-            "(--weights-only)"
+            f"{where} has moments with other shapes than their weights ({first_of(names)}), as GaLore, NovoGrad and "
+            "Adam-mini keep them, and no rule tells which elements the moments belong to. Leave the optimizer's "
+            "state out (--weights-only)"
         )
     return frozenset(names)
 
 
 def require_whole(tree: SourceTree, usual: Convention, where: str, problems: Problems) -> None:
-    """Check that each state is whole: scales with their moment, and Adam's with both and, where steps are kept, a step.
+    """Check that each state is complete: scales with their moment, Adam's with both moments and, with steps, a step.
 
     usual: the convention with its usual places, where a step count without moments may be.
     """
@@ -86,7 +86,7 @@ def require_whole(tree: SourceTree, usual: Convention, where: str, problems: Pro
             ]
         needed: tuple[Section, ...] = ADAM if source.one_step else (*ADAM, "step")
         with_adam = dict.fromkeys(w for s in (*ADAM, "max_exp_avg_sq") for w in state.sections.get(s, ()))
-        # Steps count also what has momentum alone.
+        # Steps also count for weights with only momentum.
         counted = state.sections.get("step", ()) if "step" in needed else ()
         with_adam |= dict.fromkeys(w for w in counted if w not in state.sections.get("momentum_buffer", ()))
         missing += [
@@ -113,7 +113,7 @@ def require_whole(tree: SourceTree, usual: Convention, where: str, problems: Pro
 
 
 def like_source(source: Convention, target: Convention) -> Convention:
-    """The target with the states of a source of the same kind, so that chain and optimizer key are the same."""
+    """The target with the states of a source of the same kind, so that chain and optimizer key are equal."""
     if source.is_tree != target.is_tree or not source.states:
         return target
     if not source.is_tree:
@@ -125,9 +125,9 @@ def like_source(source: Convention, target: Convention) -> Convention:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """The contents of a target's states. outputs: for each section of moments the views of its weights.
+    """The contents of a target's states. outputs: for each section of moments, the views of its weights.
 
-    kept: whether each state of the target corresponds to one of the source.
+    kept: whether each state of the target corresponds to a state of the source.
     """
 
     reader: CheckpointReader
@@ -137,7 +137,7 @@ class StatePlan:
     kept: bool
 
     def tensors(self, problems: Problems) -> Iterator[tuple[Section, str, int, Content]]:
-        """Each as (section, weight, number of the state, content). A step count for a whole state has no weight."""
+        """As (section, weight, number of the state, content). A step count for a whole state has no weight."""
         origin: dict[str, tuple[int, str]] = {}
         for number, state in enumerate(self.tree.states):
             for section in BY_WEIGHT:

@@ -1,7 +1,7 @@
-"""Step counts that a state dict keeps as numbers, as tensors like those of torch's own optimizers.
+"""Step counts that a state dict stores as numbers, converted to tensors like those of torch's own optimizers.
 
-optimizer.state.0.step              3                   torch before 1.12, many optimizers of others
-optimizer.param_groups.0.step       3                   one for the weights of a group, as in apex
+optimizer.state.0.step              3                   torch before 1.12, many third-party optimizers
+optimizer.param_groups.0.step       3                   one for all weights of a group, as in apex
 optimizer.state.0.step              tensor([3.])        of shape (1,)
 """
 
@@ -22,9 +22,9 @@ _STATE_DICTS = frozenset({"dcp", "safetensors", "torch"})
 
 
 def with_step_tensors(reader: CheckpointReader) -> CheckpointReader:
-    """``reader`` with a float32 scalar for each step count that is a number or has one element; else ``reader``.
+    """``reader`` with a float32 scalar for each step count that is a number or has one element; else ``reader`` itself.
 
-    The step count of a group becomes one for each of its weights with a first moment and without a count.
+    A group's step count is given to each of its weights that has a first moment and no count.
     """
     if reader.format not in _STATE_DICTS:
         return reader
@@ -36,7 +36,7 @@ def with_step_tensors(reader: CheckpointReader) -> CheckpointReader:
 
 
 class StepTensors(AlteredReader):
-    """``reader`` with further scalars ``values``, by path, and with tensors ``short`` of one element as scalars."""
+    """``reader`` with additional scalars ``values``, by path, and with the one-element tensors ``short`` as scalars."""
 
     def __init__(
         self, reader: CheckpointReader, values: Mapping[TreePath, float], short: Sequence[str]
@@ -62,13 +62,13 @@ class StepTensors(AlteredReader):
 
 
 def _scalar(value: float) -> np.ndarray:
-    """float32 as torch's own, unless that would be another number."""
+    """float32 as in torch's own optimizers, unless that would change the number."""
     narrow = np.asarray(value, np.float32)
     return narrow if float(narrow) == value else np.asarray(value, np.float64)
 
 
 def _is_step(path: TreePath) -> bool:
-    """Whether this is a weight's step count, also as one key of a flattened optimizer: ``state.<weight>.step``."""
+    """Whether this is a weight's step count, even as one key of a flattened optimizer: ``state.<weight>.step``."""
     if len(path) > 2 and path[-3] == _STATE:
         return path[-1] == _STEP
     last = str(path[-1])

@@ -1,4 +1,4 @@
-"""Tied weights: one parameter that some code bases store once and others under two names.
+"""Tied weights: one parameter that some code bases store once, and others under two names.
 
     [[rule]]
     hf = "lm_head.weight : v m"
@@ -7,21 +7,22 @@
     tied_to = "model.embed_tokens.weight"      # a path of the rule whose tensor it shares
 
 By default such a rule copies the tensors that the source has. With ``tied = "once"``, the two tensors of a source that
-has both must be equal, to the bit, and only the other one is copied. With ``tied = "both"``, the other tensor is also
-written in place of one that the source lacks. Its optimizer state is written once, since a shared parameter has one.
+has both must be equal, to the bit, and only the first tensor (of the rule in ``tied_to``) is copied. With ``tied =
+"both"``, the first tensor is also written in place of a second one that the source lacks. Its optimizer state is
+written once, since a shared parameter has one state.
 
-Where a `config.json` beside the source says whether the two are one (``tie_word_embeddings``), and the caller does not,
-the source has to agree: with false it has the second tensor, and with true a second tensor has the bits of the first.
+If a `config.json` next to the source says whether the two are one (``tie_word_embeddings``), and the caller does not,
+the source must agree: with false, it has the second tensor; with true, a second tensor has the bits of the first.
 
-A rule of one convention alone has second names, which only that convention knows:
+A rule of only one convention gives second names, which only that convention knows:
 
     [[rule]]
     hf = "encoder.embed_tokens.weight : v m"
     tied_to = "shared.weight"
 
-Such a tensor is always compared, and only the other one is copied. It is written in DCP, or with ``tied = "both"``. So
-is the tensor of a rule with ``tied_to`` where the convention on the other side has no name for it, as MaxText's of
-Gemma, which has one weight for both.
+Such a tensor is always compared, and only the first one is copied. It is written in DCP, or with ``tied = "both"``. The
+same holds for the tensor of a rule with ``tied_to`` if the convention on the other side has no name for it, such as
+MaxText's Gemma, which has one weight for both.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def one_of_two(
 ) -> list[str]:
     """Weights that the source has twice and the target gets once, after a comparison of all their bits.
 
-    Raises MappingError when the two differ, or when the second one has optimizer state of its own.
+    Raises MappingError if the two differ, or if the second one has its own optimizer state.
     """
     twice: list[str] = []
     source = tree.convention.name
@@ -86,9 +87,9 @@ def one_of_two(
         ]
         if with_state:
             raise MappingError(
-                f"{with_state[0]} is optimizer state of a tied weight: expected none of {', '.join(twice)}, whose "
-                "values another weight has"
-                f"{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
+                f"{with_state[0]} is optimizer state of a tied weight: expected no state of {', '.join(twice)}, whose "
+                "values another weight "
+                f"has{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
             )
     return twice
 
@@ -96,7 +97,7 @@ def one_of_two(
 def require_ties(
     reader: CheckpointReader, mapping: MappingTable, tree: SourceTree, axes: Axes, parts: Collection[str]
 ) -> None:
-    """Raise MappingError where the output layer is not what the model's configuration says of it.
+    """Raise MappingError if the output layer contradicts the model's configuration.
 
     parts: the parts of the model that the source has.
     """
@@ -131,8 +132,7 @@ def second_of_two(
 ) -> Iterator[tuple[str, View]]:
     """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does.
 
-    parts: the parts of the model that the source has. every: the second names of a convention are written where
-    nothing else is said.
+    parts: the parts of the model that the source has. every: whether second names are written by default.
     """
     source = tree.convention.name
     pairs = [*_pairs(mapping, source)] if mapping.tied == "both" else []
@@ -150,7 +150,7 @@ def second_of_two(
 
 
 def under_first_names(mapping: MappingTable, tree: SourceTree) -> None:
-    """Give tensors that the source has under a second name only, and their optimizer state, the first one."""
+    """Give the first name to tensors that the source has only under a second name, and to their optimizer state."""
     source = tree.convention.name
     for rule, other in _pairs(mapping, source):
         if not rule.is_second_name or not other.entries(source) or _weights(other, source, tree.weights):
@@ -169,7 +169,7 @@ def _pairs(mapping: MappingTable, source: str) -> Iterator[tuple[Rule, Rule]]:
 
 
 def _has_one(convention: Convention, rule: Rule) -> bool:
-    """Whether the convention has no name for this second tensor, and not just because the model has no head."""
+    """Whether the convention has no name for this second tensor, even though the model has a head."""
     return not rule.entries(convention.name) and not convention.without
 
 
@@ -179,7 +179,7 @@ def _weights(rule: Rule, convention: str, weights: Tensors) -> Tensors:
 
 
 def alike(reader: CheckpointReader, view: View, info: TensorInfo) -> bool:
-    """Whether ``view`` has the shape, the dtype and the bits of a tensor of the checkpoint."""
+    """Whether ``view`` has the shape, dtype and bits of a tensor of the checkpoint."""
     if (view.shape, view.dtype) != (info.shape, info.dtype):
         return False
     for box in split_box(Box.whole(view.shape), view.dtype.itemsize):

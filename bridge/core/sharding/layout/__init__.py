@@ -1,1 +1,1 @@
-"""Layouts of flat buffers: which elements of which tensor lie on which rank."""
+"""Layouts of flat buffers: which elements of which tensor are on which rank."""

@@ -1,12 +1,12 @@
-"""The one-buffer packing of shards that are a multiple of all blocks: what the planner must never be worse than.
+"""The one-buffer packing with shards that are a multiple of all blocks: the planner must never be worse than this.
 
-Every boundary is a multiple of the common multiple C of all blocks, and of ``align``, so no offset needs care. Tensors
-of at least C elements start on multiples of C, except that two may share one, and small tensors fill what that leaves.
+Every boundary is a multiple of the common multiple C of all blocks and ``align``, so any offset is safe. Tensors of at
+least C elements start on multiples of C, except that two may share one, and small tensors fill the gaps.
 Rows of 6 in a and e, of 4 in b and c, of 2 in d; C = 12::
 
     |aaaaaaaaaaaa|bbbbbbbbbbbb|bbbbdd..cccc|cccccccccccc|eeeeee......|
 
-This is the rule of Megatron-FSDP. It pays up to C elements a rank, but on some small groups it happens to win.
+This is the rule of Megatron-FSDP. It pads up to C elements per rank, but on some small groups it happens to win.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_STEPS = 1 << 23
 def pack_aligned(
     tensors: Sequence[Kind], num_shards: int, limit: int, align: int = 1
 ) -> tuple[int, list[int]] | None:
-    """``(shard size, offset of each tensor)``; None when the shards would have ``limit`` elements or more.
+    """``(shard size, offset of each tensor)``; None if the shards would have ``limit`` elements or more.
 
-    ``tensors`` are in model order, which decides ties. None also when it would take more than ``2**23`` steps, each
-    a look at one queue of equal tensors for one gap.
+    ``tensors`` are in model order, which decides ties. None also if it would take more than ``2**23`` steps; each step
+    tries one queue of equal tensors for one gap.
     """
     lowest = -(-sum(tensor.numel for tensor in tensors) // num_shards)
     multiple = align
@@ -37,7 +37,7 @@ def pack_aligned(
             return None
     large = [i for i, tensor in enumerate(tensors) if tensor.numel >= multiple]
     small = sorted((i for i, t in enumerate(tensors) if t.numel < multiple), key=lambda i: -tensors[i].numel)
-    # Equal tensors wait in one queue: when the first of them does not fit, none does.
+    # Equal tensors share a queue: if the first one does not fit, none does.
     partners: dict[int, deque[int]] = {}
     for i in large:
         if remainder := _remainder(tensors[i], multiple):

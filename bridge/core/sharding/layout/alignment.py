@@ -1,7 +1,7 @@
-"""What shards are multiples of: a number of elements, or "auto", which lets the planner choose.
+"""The alignment of shards: a number of elements, or "auto", which lets the planner choose.
 
 XLA:TPU turns an all-gather of flat shards into an all-reduce, which sends twice as much, unless the shard is a multiple
-of 128 elements. NCCL and vector loads want multiples of 16 bytes, which 128 elements of any dtype are.
+of 128 elements. NCCL and vector loads need multiples of 16 bytes; 128 elements of any dtype are such a multiple.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class GroupReport:
     """Parameters of a unit that share flat buffers, or at least dtypes, and are all trainable or all frozen.
 
-    parameters: their names. numel: elements; padded_numel: with padding. num_shards: how many the main weights are cut
-    into. shard_sizes: elements of one shard, by buffer, multiples of align. fingerprint: of the layout.
-    main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``bridge.core.sharding.policy.group_dtypes``.
-    gather_dtype: in which weights cross the network, compute_dtype or a float8 format. gather_bytes: of the whole group
-    then, padding and scales included.
+    parameters: their names. numel: elements; padded_numel: with padding. num_shards: the number of shards of the main
+    weights. shard_sizes: elements of one shard, by buffer, multiples of align. fingerprint: of the layout. main_dtype,
+    compute_dtype, reduce_dtype, grad_dtype: as text, see ``bridge.core.sharding.policy.group_dtypes``. gather_dtype:
+    the dtype of weights on the network, compute_dtype or a float8 format. gather_bytes: bytes to gather the whole
+    group, padding and scales included.
     """
 
     parameters: tuple[str, ...]

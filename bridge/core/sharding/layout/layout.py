@@ -1,9 +1,9 @@
-"""Where each parameter of a group sits in its flat buffers, and which rows each rank owns.
+"""Where each parameter of a group is in its flat buffers, and which rows each rank owns.
 
-A parameter group is stored in one to three flat buffers, each cut into ``num_shards`` equal shards; rank k holds
-shard k of every buffer, so all ranks hold equally much. Every parameter is one contiguous range of one buffer, and a
-shard boundary never cuts one of its *blocks*: a row, several rows or the whole tensor. So what a rank holds of a
-parameter is a range of whole rows, uneven by design and possibly empty.
+A parameter group is stored in one to three flat buffers, each cut into ``num_shards`` equal shards; rank k holds shard
+k of every buffer, so all ranks hold the same number of elements. Every parameter is one contiguous range of one buffer,
+and a shard boundary never cuts one of its *blocks*: a row, several rows or the whole tensor. So each rank's part of a
+parameter is a range of whole rows; parts are uneven by design, and may be empty.
 
 ``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4, align=1))``::
 
@@ -19,12 +19,12 @@ parameter is a range of whole rows, uneven by design and possibly empty.
     e  norm (6,): rows 0:0 0:0 0:6 6:6
 
 (one letter per tensor, ``.`` is padding; ``bridge.core.sharding.layout.rows`` says what a row is). In memory the
-buffers follow each other, whole as well as within a rank's shard::
+buffers are consecutive, both as a whole and within a rank's shard::
 
     whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
     of rank 2                                |buffer 0 | buffer 1|
 
-``planner`` finds the places; ``docs/explanation/layouts.md`` has what it guarantees.
+``planner`` finds the places; ``docs/explanation/layouts.md`` states its guarantees.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Layout(Viewed):
         num_shards: ranks the buffers are cut over, >= 1.
         shard_sizes: elements of each shard, by buffer; no buffer is empty.
         slots: one per parameter, in model order.
-        align: elements, >= 1, of which every shard size is a multiple.
+        align: every shard size is a multiple of this number of elements, >= 1.
 
     Raises:
         ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a block.
@@ -150,7 +150,7 @@ class Layout(Viewed):
         return self.padded_size / self.numel - 1 if self.numel else 0.0
 
     def slot(self, name: str) -> Slot:
-        """The slot of a parameter; ValueError when the layout has none of that name."""
+        """The slot of a parameter; ValueError if the layout has none with that name."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -160,12 +160,12 @@ class Layout(Viewed):
             ) from None
 
     def start(self, name: str) -> int:
-        """The parameter's first element when all buffers lie whole, one after the other."""
+        """The parameter's first element if all whole buffers are stored one after the other."""
         slot = self.slot(name)
         return self.num_shards * self._starts[slot.buffer] + slot.offset
 
     def shard_start(self, name: str, rank: int) -> int:
-        """The first element, in the shard of ``rank``, of the rows that it owns; meaningless when it owns none."""
+        """The first element, in the shard of ``rank``, of the rows that it owns; meaningless if it owns none."""
         slot = self.slot(name)
         if not slot.numel:
             return 0
@@ -174,7 +174,7 @@ class Layout(Viewed):
 
     @property
     def shard_slices(self) -> tuple[slice, ...]:
-        """For each buffer, its part of what a rank holds."""
+        """For each buffer, its slice of the elements that a rank holds."""
         return tuple(slice(a, b) for a, b in zip(self._starts, self._starts[1:], strict=False))
 
     def occupied(self, buffer: int) -> tuple[Slot, ...]:
@@ -182,7 +182,7 @@ class Layout(Viewed):
         return tuple(self.slots[number] for number in self._order[buffer])
 
     def parts(self, rank: int, buffer: int) -> Iterator[Part]:
-        """What the shard of ``rank`` holds of a buffer, by offset; all between is padding."""
+        """The parts of a buffer in the shard of ``rank``, by offset; everything between them is padding."""
         size, numbers = self.shard_sizes[buffer], self._order[buffer]
         start = rank * size
         for k in range(bisect_right(numbers, start, key=lambda i: self.slots[i].end), len(numbers)):
@@ -192,7 +192,7 @@ class Layout(Viewed):
             yield Part(numbers[k], max(slot.offset - start, 0), min(slot.end - start, size))
 
     def merged(self, count: int) -> Layout:
-        """The same buffers in ``num_shards / count`` shards: every ``count`` consecutive ones become one."""
+        """The same buffers in ``num_shards / count`` shards: every ``count`` consecutive shards become one."""
         if count == 1:
             return self
         if count < 1 or self.num_shards % count:
@@ -239,7 +239,7 @@ class Layout(Viewed):
         return slot.rows_before(rank * self.shard_sizes[slot.buffer]) if slot.numel else 0
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, ``align`` only when it is not 1; equal layouts give equal text."""
+        """Canonical JSON: sorted keys, no spaces, ``align`` only if it is not 1; equal layouts give equal text."""
         slots = [{key: getattr(slot, key) for key in SLOT_FIELDS} for slot in self.slots]
         aligned = {"align": self.align} if self.align > 1 else {}
         fields = {**aligned, "num_shards": self.num_shards, "shard_sizes": self.shard_sizes, "slots": slots}
@@ -247,7 +247,7 @@ class Layout(Viewed):
 
     @staticmethod
     def from_json(text: str | bytes) -> Layout:
-        """The layout ``to_json`` wrote. Raises ValueError when the text, of which nothing is trusted, is none."""
+        """The layout that ``to_json`` wrote. The text is not trusted; raises ValueError if it is not a layout."""
         try:
             fields = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
@@ -263,7 +263,7 @@ class Layout(Viewed):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON, in hex: equal on two ranks exactly when they cut alike."""
+        """SHA-256 of the canonical JSON, in hex: equal on two ranks exactly if their layouts are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:

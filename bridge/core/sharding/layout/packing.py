@@ -1,14 +1,14 @@
 """Packing tensors into one buffer of equal shards: which shard sizes are possible, and where each tensor goes.
 
-A tensor of a *kind* ``(numel, block)`` is one contiguous range, and a shard boundary inside it must lie a multiple of
-``block`` elements from its start. That leaves three cases for shard size S::
+A tensor of a *kind* ``(numel, block)`` is one contiguous range, and a shard boundary inside it must be a multiple of
+``block`` elements from its start. There are three cases for shard size S::
 
     boundaries inside    none                one                  two or more
     shards               |..wwww.|.......|   |....www|www....|    |...www|wwwwww|ww....|
     needs                room                a shifted offset     block divides S
 
-So a tensor fits somewhere exactly when its block divides S or its *half*, the larger part of its most even cut, is at
-most S. Sizes for which that holds for every tensor are *admissible*; no other size can work, and on an admissible one
+So a tensor fits somewhere exactly if its block divides S, or its *half*, the larger part of its most even cut, is at
+most S. Sizes for which that holds for every tensor are *admissible*; no other size can work, and for an admissible size
 ``earliest`` always finds an offset. ``rules.md`` of the package has the rules.
 """
 
@@ -23,21 +23,21 @@ _SMALL_STEPS = 48
 
 
 class Kind(NamedTuple):
-    """Tensors that pack alike: elements, and elements that no boundary may separate (1 <= block <= numel)."""
+    """Tensors that pack alike: elements, and how many of them no boundary may separate (1 <= block <= numel)."""
 
     numel: int
     block: int
 
     @property
     def half(self) -> int:
-        """The larger part of the most even cut between two blocks; ``numel`` when it is one block."""
+        """The larger part of the most even cut between two blocks; ``numel`` if it is one block."""
         blocks = -(-self.numel // self.block)
         left = blocks // 2 * self.block
         return max(left, self.numel - left)
 
 
 class Run(NamedTuple):
-    """``many`` tensors of kind number ``kind``, one right after the other from ``offset``."""
+    """``many`` consecutive tensors of kind number ``kind``, from ``offset``."""
 
     kind: int
     offset: int
@@ -57,11 +57,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def admissible_steps(kinds: Sequence[Kind], align: int = 1) -> list[tuple[int, int]]:
-    """The admissible sizes of tensors of these kinds, given in order of falling halves, for ``admissible``.
+    """The admissible sizes for tensors of these kinds, which are in order of decreasing halves, for ``admissible``.
 
-    S, a multiple of ``align``, is admissible exactly when, for some j, the blocks of the first j kinds divide it and
-    the halves of the others are at most S. The list has (largest half left out, common multiple of ``align`` and the
-    blocks before it) for each j that matters.
+    S, a multiple of ``align``, is admissible exactly if, for some j, the blocks of the first j kinds divide S and the
+    halves of the other kinds are at most S. The list contains (largest of the other halves, common multiple of
+    ``align`` and the first j blocks) for each j that matters.
     """
     steps: list[tuple[int, int]] = []
     multiple = align
@@ -70,7 +70,7 @@ def admissible_steps(kinds: Sequence[Kind], align: int = 1) -> list[tuple[int, i
             steps.append((kind.half, multiple))
             multiple = math.lcm(multiple, kind.block)
             if multiple > kinds[0].half:
-                return steps  # a size that large is admissible without any block dividing it
+                return steps  # such a large size is admissible even if no block divides it
     return [*steps, (0, multiple)]
 
 
@@ -94,10 +94,10 @@ def earliest(start: int, kind: Kind, size: int) -> int:
 def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[tuple[int, int, int]], int]:
     """Place ``counts[i]`` tensors of each ``kinds[i]``, in this order, on shards of ``size``; and the end.
 
-    Each tensor goes to the first of the 32 largest gaps that takes it at its earliest offset, else to the end, where
-    a range that it must skip becomes a gap.
+    Each tensor goes to the first of the 32 largest gaps that has room at its earliest offset, else to the end, where a
+    skipped range becomes a gap.
     """
-    runs: list[tuple[int, int, int]] = []  # named when a packing is kept, as most are not
+    runs: list[tuple[int, int, int]] = []  # names are assigned only if a packing is kept, and most are not
     gaps: list[tuple[int, int]] = []
     widest = end = 0
     for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
@@ -128,7 +128,7 @@ def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> It
     numel, block = kind
     regular = size % block == 0 and numel % block == 0
     while count:
-        many = (size - start % size) // numel  # so many fit before the next boundary, starting here
+        many = (size - start % size) // numel  # this many fit before the next boundary, starting here
         offset = start if many else earliest(start, kind, size)
         if many > count or (regular and offset % block == 0):
             many = count
@@ -146,9 +146,9 @@ def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> It
 def solve(
     kinds: Sequence[Kind], counts: Sequence[int], num_shards: int, limit: int | None = None, align: int = 1
 ) -> Packing | None:
-    """A packing of one buffer with small shards: the first multiple of ``align`` from below that takes everything.
+    """A packing of one buffer with small shards: the smallest multiple of ``align`` that has room for everything.
 
-    None when its shards would have ``limit`` elements or more.
+    None if its shards would have ``limit`` elements or more.
     """
     total = sum(kind.numel * count for kind, count in zip(kinds, counts, strict=True))
     ideal = ideal_size(total, num_shards, align)
@@ -171,12 +171,12 @@ def solve(
 
 
 def ideal_size(total: int, num_shards: int, align: int) -> int:
-    """The smallest multiple of ``align`` of which ``num_shards`` hold ``total`` elements."""
+    """The smallest multiple of ``align`` such that ``num_shards`` shards hold ``total`` elements."""
     return round_up(-(-total // num_shards), align)
 
 
 def common_multiple(kinds: Sequence[Kind], most: int, align: int = 1) -> int:
-    """The least common multiple of ``align`` and all blocks; ``most`` up to ``align``, when that is smaller."""
+    """The least common multiple of ``align`` and all blocks, or ``most`` rounded up to ``align`` if that is smaller."""
     multiple, most = align, round_up(most, align)
     for kind in kinds:
         multiple = math.lcm(multiple, kind.block)

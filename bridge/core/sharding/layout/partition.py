@@ -1,14 +1,14 @@
 """Which tensors share a buffer: a search over the ways to split a group over at most three buffers.
 
-A buffer pays for the blocks of its own tensors only, so blocks with a large common multiple are better kept apart::
+Only the blocks of a buffer's own tensors cost padding, so blocks with a large common multiple are better kept apart::
 
     classes     kinds of one block           {4096}  {14336}  {1}
     starts      classes over k buffers       {4096, 1} {14336}     {4096} {14336, 1}     ...
-    improve     tensors of one kind change their buffer, while the estimate falls
+    improve     move tensors of one kind to another buffer, while the estimate falls
     pack        the best estimates first; the fewest buffers within 0.05 % of the least size win
 
-The *estimate* of a buffer is the smallest admissible size that holds its elements. No packing is smaller, and few
-are larger, so it stands for the packing while splits are compared.
+The *estimate* of a buffer is the smallest admissible size that holds its elements. No packing is smaller, and few are
+larger, so the estimate replaces the packing while splits are compared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from bridge.core.sharding.layout.packing import (
 _MAX_CLASSES = 7
 _MAX_IMPROVED_KINDS = 64
 _STARTS = 3
-_TOLERANCE = 2000  # sizes count as equal when they differ by at most one part in this many
+_TOLERANCE = 2000  # sizes count as equal if they differ by at most one part in this many
 
 Counts = tuple[int, ...]
 Split = tuple[Counts, ...]
 
 
 class _Move(NamedTuple):
-    """``many`` tensors of a kind from one buffer to another."""
+    """Move ``many`` tensors of a kind from one buffer to another."""
 
     kind: int
     many: int
@@ -53,7 +53,7 @@ def plan_buffers(
 
     Shards are multiples of ``align``.
 
-    ``kinds`` are distinct, in order of falling block, then falling numel; at least one.
+    ``kinds`` are distinct, by decreasing block, then decreasing numel; at least one.
     """
     return _Search(kinds, tuple(counts), num_shards, align).run(max_buffers)
 
@@ -71,7 +71,7 @@ class _Search:
         whole = solve(self.kinds, self.counts, self.num_shards, align=self.align)
         assert whole is not None, "without a limit there is a packing"
         answers = [[whole]]
-        # Each buffer of a start has a class of its own.
+        # Each buffer of a start has its own class.
         for k in range(2, min(max_buffers, len(self.classes)) + 1):
             if is_close(total_size(answers[-1]), self.ideal):
                 break
@@ -82,7 +82,7 @@ class _Search:
         return next(answer for answer in answers if is_close(total_size(answer), least))
 
     def _smallest(self, k: int, limit: int) -> list[Packing] | None:
-        """The best packing found over k buffers; None when none is smaller than ``limit``."""
+        """The best packing found over k buffers; None if none is smaller than ``limit``."""
         starts = self._starts(k)
         improved = starts
         if len(self.kinds) <= _MAX_IMPROVED_KINDS:
@@ -95,7 +95,7 @@ class _Search:
         return best
 
     def _pack(self, split: Split, limit: int) -> list[Packing] | None:
-        """A packing of each buffer; None when their sizes add up to ``limit`` or more."""
+        """A packing of each buffer; None if their sizes add up to ``limit`` or more."""
         spare = limit - self._estimate(split)
         packings = []
         for counts in split:
@@ -110,7 +110,7 @@ class _Search:
         return packings
 
     def _starts(self, k: int) -> list[Split]:
-        """Splits of whole classes over k buffers: the least by estimate, then the least with aligned buffers."""
+        """Splits of whole classes over k buffers: the smallest by estimate, then the smallest with aligned buffers."""
         known: dict[int, tuple[Counts, int, int]] = {}
 
         def content(chosen: int) -> tuple[Counts, int, int]:
@@ -126,7 +126,7 @@ class _Search:
         return list(dict.fromkeys(tuple(counts for counts, _, _ in split) for split in least))
 
     def _classes(self) -> list[list[int]]:
-        """Kinds by block. Many blocks: those with most elements in tensors longer than two shards, and the rest."""
+        """Kinds by block. Of many blocks, those with most elements in tensors longer than two shards, and the rest."""
         amounts = dict.fromkeys((kind.block for kind in self.kinds), 0)
         if len(amounts) > _MAX_CLASSES:
             for kind, count in zip(self.kinds, self.counts, strict=True):
@@ -157,7 +157,7 @@ class _Search:
             amount = move.many * self.kinds[move.kind].numel
             left = _marked(used[source], move.kind, move.many < counts[source][move.kind])
             gain = sizes[source] - self._least(totals[source] - amount, left)
-            # The target never becomes smaller, so this is the most that the move can gain.
+            # The target never shrinks, so the move cannot gain more than this.
             if gain > most:
                 more = _marked(used[target], move.kind, True)
                 gain += sizes[target] - self._least(totals[target] + amount, more)
@@ -166,7 +166,7 @@ class _Search:
         return best
 
     def _moves(self, counts: list[list[int]], totals: list[int], sizes: list[int]) -> Iterator[_Move]:
-        """One tensor, as many as fit without a larger estimate of the target, one more, all; never the last kind."""
+        """One tensor, as many as fit without raising the target's estimate, one more, all; never the last kind."""
         for source, target in permutations(range(len(counts)), 2):
             slack = self.num_shards * sizes[target] - totals[target]
             for kind, (have, (numel, _)) in enumerate(zip(counts[source], self.kinds, strict=True)):
@@ -198,14 +198,14 @@ class _Search:
 
 
 def total_size(packings: Iterable[Packing]) -> int:
-    """Elements of a rank's shards of all buffers."""
+    """Elements in a rank's shards of all buffers."""
     return sum(packing.shard_size for packing in packings)
 
 
 def set_partitions(n: int, k: int) -> Iterator[tuple[int, ...]]:
-    """Partitions of ``range(n)`` into k sets, each a bit mask, in the order of their least members.
+    """Partitions of ``range(n)`` into k sets, as bit masks, in the order of their smallest members.
 
-    Ordered by the set that 0 is in, then the set that 1 is in, and so on: {0 1}{2}, {0 2}{1}, {0}{1 2}.
+    Sorted by the set of 0, then the set of 1, and so on: {0 1}{2}, {0 2}{1}, {0}{1 2}.
     """
 
     def extend(sets: tuple[int, ...], thing: int) -> Iterator[tuple[int, ...]]:
@@ -231,5 +231,5 @@ def _marked(used: bytes, kind: int, present: bool) -> bytes:
 
 
 def is_close(size: int, least: int) -> bool:
-    """Whether ``size`` exceeds ``least`` by one part in 2000 at most."""
+    """Whether ``size`` exceeds ``least`` by at most one part in 2000."""
     return size * _TOLERANCE <= least * (_TOLERANCE + 1)

@@ -1,8 +1,8 @@
 """Planning a layout: every parameter of a group gets a place in one to three flat buffers, with little padding.
 
 ``packing`` finds the shard size and the offsets of one buffer, ``partition`` chooses the buffers, and
-``aligned_packing`` is the plan that the answer must never be worse than. All of it is deterministic integer arithmetic
-without a framework, so two programs that plan the same shapes cut alike.
+``aligned_packing`` is a bound: the answer is never worse. Everything is deterministic integer arithmetic without a
+framework, so two programs that plan the same shapes get the same layout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from bridge.core.sharding.layout.slot import Granularity, Slot, blocks_of, check
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
 Places = tuple[tuple[int, ...], list[tuple[int, int]]]
-"""Shard sizes, and ``(buffer, offset)`` of each tensor."""
-_MOST_COST = 8  # the part of a shard that an automatic alignment may add is one in so many
+"""Shard sizes, and the ``(buffer, offset)`` of each tensor."""
+_MOST_COST = 8  # an automatic alignment may add at most one part in so many to a shard
 
 
 def plan_layout(
@@ -39,15 +39,14 @@ def plan_layout(
     Args:
         shapes: parameter name -> shape, or pairs of them, in model order.
         num_shards: shards to cut each buffer into, >= 1; may exceed the number of rows.
-        granularity: what no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or which of
-            these for which parameter, "row" for those left out. Blocks start anew at each matrix ``shape[-2:]`` of a
-            stack, which stays whole where they do not divide its rows.
+        granularity: the block, which no boundary cuts: "row", "block" (of ``rows`` rows), "block(n)" or "tensor"; or a
+            mapping from parameter to one of these, with "row" for others. Blocks restart at each matrix ``shape[-2:]``
+            of a stack; matrices stay whole if blocks do not divide their rows.
         rows: rows of a "block".
-        max_buffers: >= 1; fewer buffers pad more. All of a group's travel in one collective anyway.
-        align: elements, >= 1. Every shard of every buffer is a multiple of them; and so are the start of every tensor
-            and every cut of one, unless that would make shards larger by more than one part in 2000. "auto" is the
-            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than those of 1. The layout's
-            ``align`` says which.
+        max_buffers: >= 1; fewer buffers pad more. All buffers of a group travel in one collective anyway.
+        align: elements, >= 1. Every shard of every buffer is a multiple of this number; and so are the start of every
+            tensor and every cut of one, unless that would enlarge shards by more than one part in 2000. "auto" is the
+            largest of 128, 64, ..., 1 whose shards are at most an eighth larger than with 1; see ``Layout.align``.
 
     Raises:
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
@@ -61,7 +60,7 @@ def plan_layout(
     block_of = blocks_of([name for name, _ in named], granularity, rows)
     tensors: list[Kind] = []
     coarse: list[Kind] = []
-    # There may be a hundred thousand tensors, of few shapes.
+    # There may be a hundred thousand tensors, but few shapes.
     known: dict[tuple[tuple[int, ...], int | None], tuple[int, Kind, Kind]] = {}
     blocks = []
     for name, shape in named:
@@ -109,7 +108,7 @@ def _plan_auto(
 def _plan_aligned(
     tensors: Sequence[Kind], coarse: Sequence[Kind], num_shards: int, max_buffers: int, align: int
 ) -> Places:
-    """Places in whole tiles of ``align`` elements, or, where these pad more, in shards that are whole tiles."""
+    """Places in whole tiles of ``align`` elements, or, if these pad more, in shards that are whole tiles."""
     if not tensors:
         return (), []
     if align == 1:
@@ -123,7 +122,7 @@ def _plan_aligned(
     shards = _plan(tensors, coarse, num_shards, max_buffers, align)
     if not is_close(size, sum(shards[0])):
         return shards
-    # Close is not enough where the bound of the padding is in between.
+    # Being close is not enough if the bound of the padding is in between.
     above = size > sum(shards[0]) and any(
         pack_aligned(kinds, num_shards, size, align) is not None for kinds in (tensors, coarse)
     )
@@ -131,7 +130,7 @@ def _plan_aligned(
 
 
 def _in_tiles(kind: Kind, align: int) -> Kind:
-    """A tensor as whole tiles, between which it starts and is cut."""
+    """A tensor as whole tiles; it starts, and is cut, only between tiles."""
     numel = -(-kind.numel // align)
     return Kind(numel, min(math.lcm(kind.block, align) // align, numel))
 
@@ -164,7 +163,7 @@ def _plan(
 
 
 def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, each checked; a list as shape will do."""
+    """Names and shapes, each checked; a shape may be a list."""
     if not isinstance(shapes, Iterable):
         raise ValueError(f"shapes: expected a mapping or pairs of a name and a shape, got {shapes!r}")
     named: list[tuple[str, tuple[int, ...]]] = []
@@ -182,7 +181,7 @@ def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
 def _blocks_of_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
     """The rows that stay together; the tensor in such blocks; and in blocks of slices of dimension 0.
 
-    Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.
+    Planners that do not know rows inside a slice see stacks of three or more dimensions in the latter way.
     """
     row_size, num_rows = rows_of(shape)
     block = rows_together(shape, block)

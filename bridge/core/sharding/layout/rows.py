@@ -1,6 +1,6 @@
-"""What a row of a tensor is, and a range of rows as boxes in the tensor's own coordinates.
+"""The rows of a tensor, and a range of rows as boxes in the tensor's own coordinates.
 
-A row is the least that sharding keeps together:
+A row is the smallest unit that sharding keeps together:
 
     ========  ====================  =================
     ndim      elements of a row     number of rows
@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """``(row_size, num_rows)`` of a tensor of this shape; ``(0, 0)`` when it has no elements."""
+    """``(row_size, num_rows)`` of a tensor of this shape; ``(0, 0)`` if it has no elements."""
     numel = math.prod(shape)
     if numel == 0:
         return 0, 0
@@ -44,11 +44,11 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def rows_together(shape: Sequence[int], block: int | None) -> int:
-    """Rows that no boundary separates, where ``block`` rows are asked for, or None: all; at least 1.
+    """Rows that no boundary separates, if ``block`` rows are requested, or None: all; at least 1.
 
-    A tensor of three dimensions or more is a stack of matrices ``shape[-2:]``, and blocks are counted within each
-    matrix. Where ``block`` does not divide a matrix's rows, whole matrices stay together: boundaries of equal shards,
-    which are equally far apart, cannot cut several such matrices between their blocks.
+    A tensor of three or more dimensions is a stack of matrices ``shape[-2:]``, and blocks are counted within each
+    matrix. If ``block`` does not divide a matrix's rows, whole matrices stay together: boundaries of equal shards are
+    equidistant, and cannot cut several such matrices between their blocks.
     """
     _, num_rows = rows_of(shape)
     if block is None or not num_rows:
@@ -65,8 +65,8 @@ def local_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
 def row_boxes(shape: Sequence[int], r0: int, r1: int) -> tuple[Box, ...]:
     """Rows ``[r0, r1)`` of a tensor of this shape as boxes in its own coordinates, in row order.
 
-    No box for an empty range, one for tensors of up to two dimensions; a range of rows of a stack may begin
-    and end inside a slice and then needs several. Raises ValueError when the range leaves the tensor.
+    No box for an empty range, one box for tensors of up to two dimensions; a range of rows of a stack may begin and end
+    inside a slice, and then needs several boxes. Raises ValueError if the range leaves the tensor.
     """
     _, num_rows = rows_of(shape)
     if not 0 <= r0 <= r1 <= num_rows:

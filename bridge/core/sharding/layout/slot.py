@@ -1,9 +1,9 @@
-"""One parameter's place in the flat buffers, what makes it legal, and how many of its rows stay together.
+"""One parameter's place in the flat buffers, its validity, and how many of its rows stay together.
 
-The *granularity* of a parameter says how many rows no shard boundary separates::
+The *granularity* of a parameter is the number of rows that no shard boundary separates::
 
     "row"        1
-    "block"      the ``rows`` given with it
+    "block"      the given ``rows``
     "block(n)"   n, for example the 32 or 128 rows of a quantization block
     "tensor"     all, for optimizers that need whole matrices
 """
@@ -21,7 +21,7 @@ Granularity = str | Mapping[str, str]
 
 
 class Part(NamedTuple):
-    """Elements ``[start, stop)`` of one rank's shard of a buffer: rows of the layout's slot ``number``."""
+    """Elements ``[start, stop)`` of one rank's shard of a buffer, with rows of the layout's slot ``number``."""
 
     number: int
     start: int
@@ -39,8 +39,8 @@ class Slot:
         buffer: index of the flat buffer.
         offset: first element in that buffer.
 
-    From the shape follow ``row_size`` (elements of a row), ``num_rows`` and ``numel``. A parameter without elements
-    has block 1, all else 0.
+    ``row_size`` (elements of a row), ``num_rows`` and ``numel`` follow from the shape. A parameter without elements has
+    block 1, and 0 for everything else.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Slot:
     def __post_init__(self) -> None:
         check_shape(self.name, self.shape)
         row_size, num_rows = rows_of(self.shape)
-        # Set once here: there may be a hundred thousand slots, and cached properties take a lock each.
+        # Set once here: there may be a hundred thousand slots, and each cached property takes a lock.
         object.__setattr__(self, "row_size", row_size)
         object.__setattr__(self, "num_rows", num_rows)
         object.__setattr__(self, "numel", row_size * num_rows)
@@ -75,7 +75,7 @@ class Slot:
 
     @property
     def block_numel(self) -> int:
-        """Elements that no shard boundary separates; 0 when the parameter has no elements."""
+        """Elements that no shard boundary separates; 0 if the parameter has no elements."""
         return self.block * self.row_size
 
     @property
@@ -84,13 +84,13 @@ class Slot:
         return self.offset + self.numel
 
     def rows_before(self, element: int) -> int:
-        """How many of the parameter's rows lie before this element of its buffer."""
+        """How many of the parameter's rows are before this element of its buffer."""
         return min(max(element - self.offset, 0), self.numel) // self.row_size if self.numel else 0
 
     def check_cuts(self, shard_size: int) -> None:
-        """ValueError when a boundary between shards of this size separates rows of a block."""
+        """ValueError if a boundary between shards of this size separates rows of a block."""
         first = (self.offset // shard_size + 1) * shard_size
-        # All later boundaries are one shard further each, so the first two decide.
+        # Each later boundary is one shard further, so the first two decide.
         for boundary in (first, first + shard_size):
             if boundary < self.end and (boundary - self.offset) % self.block_numel:
                 raise ValueError(
@@ -118,7 +118,7 @@ def check_shape(name: object, shape: object) -> None:
 
 
 def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Callable[[str], int | None]:
-    """A function from a parameter's name to its rows of a block; None for whole tensors.
+    """A function from a parameter's name to the rows of its blocks; None for whole tensors.
 
     Raises ValueError for an unknown granularity, a mapping with other names than these, and ``rows`` below 1.
     """

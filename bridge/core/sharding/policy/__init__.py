@@ -1,1 +1,1 @@
-"""Policies: strategies, precision, units, mesh axes, and the TOML files that hold them."""
+"""Policies: strategies, precision, units, mesh axes, and the TOML files that contain them."""

@@ -1,4 +1,4 @@
-"""Weights that are gathered as float8 payload: which, in which bits, and where the bytes lie.
+"""Weights that are gathered as float8 payload: which weights, in which bits, and where the bytes are.
 
 A policy's ``[precision] gather`` names a format. Main weights stay float32; each rank quantizes the rows that it owns,
 the ranks gather bytes, and dequantize them into the dtype of forward and backward::
@@ -7,30 +7,30 @@ the ranks gather bytes, and dequantize them into the dtype of forward and backwa
     float8_e4m3fn    e4m3, 1 byte   one a tensor, not gathered      1
     mxfp8            e4m3, 1 byte   one E8M0 byte a block           1 + 1/32
 
-A *block* is 32 consecutive elements of a row (``bridge.core.sharding.layout.rows``), the last one of a row may be
-shorter. Shard boundaries never cut a row, so each rank's payload and scales are those of the whole tensor, byte for
-byte. The scale of a whole tensor needs the largest magnitude on all ranks: one all-reduce of a float32 a tensor for
-each group.
+A *block* is 32 consecutive elements of a row (``bridge.core.sharding.layout.rows``); the last block of a row may be
+shorter. Shard boundaries never cut a row, so each rank's payload and scales equal those of the whole tensor, byte for
+byte. The scale of a whole tensor needs the largest magnitude on all ranks: one all-reduce per group, of a float32 per
+tensor.
 
 The arithmetic, on float32 values and their magnitude ``amax`` (the largest of the block or tensor, NaN not counted)::
 
     amax = m * 2^k, 1 <= m < 2        e = k - 8 if m <= 1.75 else k - 7       448 = 1.75 * 2^8, the largest e4m3 number
     payload = value * 2^-e, rounded to nearest, ties to even, at most 448       scale byte = e + 127, E8M0
 
-so e is the least exponent with which no finite value saturates. It is at least -127, also of amax 0. Infinity has k =
-128: its payload, 448, stands for infinity again. NaN stays NaN. Subnormal float32 values count as zeros, as many
-devices take them. For finite amax and e >= -126, e is also ``exponent(x) + (mantissa(x) != 0)`` of the float32
-``x = amax * float32(1/448)``. Every 2^-e is a normal float32.
+so e is the smallest exponent for which no finite value saturates. It is at least -127, even for amax 0. Infinity has k
+= 128: its payload, 448, decodes to infinity again. NaN stays NaN. Subnormal float32 values count as zeros, as on many
+devices. For finite amax and e >= -126, e is also ``exponent(x) + (mantissa(x) != 0)`` of the float32 ``x = amax *
+float32(1/448)``. Every 2^-e is a normal float32.
 
-What a rank sends for a group, ``num_shards`` such pieces make the whole, in the order of the shards::
+The bytes that a rank sends for a group (``num_shards`` such pieces, in the order of the shards, make the whole)::
 
     | payload: the shard, an element a byte, padding is 0 | scales of slot a's rows here | of slot b's | ... | zeros |
 
-Scales of the parts of a shard follow each other in the order of the parts (buffer by buffer, by offset), row by row,
-block by block. Zeros fill up to the shard with the most blocks, and to a multiple of the layout's ``align``. Where all
-rows, offsets and shards are multiples of 32 elements (``in_blocks``), every rank's blocks are the same places of its
-shard, and each 32 elements have their scale at the same place, padding too: 0. Shards of a coarser level (HFSDP's inner
-axis) are pieces of the finest level, one after the other.
+The scales of a shard's parts are in the order of the parts (buffer by buffer, by offset), row by row, block by block.
+Zeros pad to the shard with the most blocks, and to a multiple of the layout's ``align``. If all rows, offsets and
+shards are multiples of 32 elements (``in_blocks``), every rank's blocks are at the same places in its shard, and each
+32 elements have their scale at the same place; padding has scale 0. Shards of a coarser level (HFSDP's inner axis) are
+pieces of the finest level, one after the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from bridge.core.sharding.layout.layout import Layout
 
 FORMATS = ("mxfp8", "float8_e4m3fn")
 BLOCK = 32
-"""Elements of a row that share a scale of mxfp8."""
+"""Elements of a row that share an mxfp8 scale."""
 _LARGEST = 448.0
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _BIAS = 127
@@ -59,7 +59,7 @@ Floats = NDArray[np.float32]
 class ScalePart(NamedTuple):
     """The blocks of one slot's rows in a shard: bytes ``[start, start + rows * blocks)`` of the shard's scales.
 
-    ``number``: of the slot in the layout. ``rows``: those in the shard. ``blocks``: of one row.
+    ``number``: of the slot in the layout. ``rows``: rows in the shard. ``blocks``: per row.
     """
 
     number: int
@@ -71,8 +71,8 @@ class ScalePart(NamedTuple):
 def is_quantized(shape: Sequence[int]) -> bool:
     """Whether a floating-point parameter of this shape is gathered as payload: matrices and stacks of them.
 
-    Vectors and scalars of the unit form a parameter group of their own, which is gathered in the compute dtype. For
-    scanned layers the shape is that of one layer, and for a parameter cut over model axes that of the part.
+    Vectors and scalars of the unit form a separate parameter group, which is gathered in the compute dtype. For scanned
+    layers the shape is one layer's, and for a parameter cut over model axes it is the part's.
     """
     return len(shape) >= 2
 
@@ -83,13 +83,13 @@ def blocks_of(row_size: int) -> int:
 
 
 def in_blocks(layout: Layout) -> bool:
-    """Whether the blocks are every 32 elements of a shard, whichever it is."""
+    """Whether in every shard, each 32 elements are one block."""
     sizes = (*layout.shard_sizes, *(size for slot in layout.slots for size in (slot.offset, slot.row_size)))
     return not any(size % BLOCK for size in sizes)
 
 
 def scale_parts(layout: Layout, rank: int) -> Iterator[ScalePart]:
-    """Where the scales of mxfp8 lie in the shard of ``rank``, after the payload, in order."""
+    """Where the mxfp8 scales are in the shard of ``rank``, after the payload, in order."""
     start, alike = 0, in_blocks(layout)
     for buffer, held in enumerate(layout.shard_slices):
         for part in layout.parts(rank, buffer):
@@ -101,7 +101,7 @@ def scale_parts(layout: Layout, rank: int) -> Iterator[ScalePart]:
 
 
 def scale_bytes(layout: Layout, gather: str) -> int:
-    """Bytes of scales that each shard sends, zeros at the end included; 0 unless the format is "mxfp8"."""
+    """Bytes of scales that each shard sends, including the zeros at the end; 0 unless the format is "mxfp8"."""
     if gather != "mxfp8":
         return 0
     if in_blocks(layout):
@@ -118,14 +118,14 @@ def piece_bytes(layout: Layout, gather: str) -> int:
 
 
 def gather_bytes(layout: Layout, gather: str | None, itemsize: int) -> int:
-    """Bytes of a group's whole gather; ``itemsize``: of an element in forward and backward, used without ``gather``."""
+    """Bytes of a group's whole gather; ``itemsize``: bytes of a compute-dtype element, used without ``gather``."""
     return (
         layout.padded_size * itemsize if gather is None else layout.num_shards * piece_bytes(layout, gather)
     )
 
 
 def amax_of(values: Floats, axis: int | None = None) -> Floats:
-    """The largest magnitude, NaN not counted; 0 without values."""
+    """The largest magnitude, ignoring NaN; 0 without values."""
     magnitudes = np.where(np.isnan(values), np.float32(0), np.abs(values))
     return np.asarray(np.max(magnitudes, axis=axis, initial=0), np.float32)
 
@@ -133,7 +133,7 @@ def amax_of(values: Floats, axis: int | None = None) -> Floats:
 def scales_of(amax: Floats) -> Bytes:
     """The E8M0 byte, exponent + 127, for each magnitude."""
     bits = np.asarray(amax, np.float32).view(np.int32)
-    # The addend carries into the exponent where the fraction is above that of 1.75, 0x600000.
+    # The addend carries into the exponent if the fraction is above the fraction of 1.75, 0x600000.
     exponents = ((bits + 0x1FFFFF) >> 23) - _EXPONENT_OF_LARGEST
     return np.maximum(exponents, 0).astype(np.uint8)
 
@@ -151,19 +151,19 @@ def quantize_rows(rows: Floats) -> tuple[Bytes, Bytes]:
 def quantize_tensor(values: Floats, amax: Floats | None = None) -> tuple[Bytes, Bytes]:
     """float8_e4m3fn of float32 values: payload of their shape, and the scale as a 0-d array.
 
-    amax: of the whole tensor, when these are not all of it.
+    amax: of the whole tensor, if these values are only a part.
     """
     scale = scales_of(amax_of(values) if amax is None else np.asarray(amax, np.float32))
     return _payload(values, scale), scale
 
 
 def dequantize_rows(payload: Bytes, scales: Bytes) -> Floats:
-    """The float32 numbers that mxfp8 stands for: 4 significant bits each, so exact in bfloat16 as well."""
+    """The float32 numbers that mxfp8 represents: 4 significant bits each, so exact in bfloat16 as well."""
     return _product(decode(payload), powers_of(np.repeat(scales, BLOCK, axis=1)[:, : payload.shape[1]]))
 
 
 def dequantize_tensor(payload: Bytes, scale: Bytes) -> Floats:
-    """The float32 numbers that payload with a scale for all of it stands for."""
+    """The float32 numbers that payload with one common scale represents."""
     return _product(decode(payload), powers_of(scale))
 
 
@@ -177,7 +177,7 @@ def encode(values: Floats) -> Bytes:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     sign = (bits >> 24 & 0x80).astype(np.uint8)
     magnitudes = bits & 0x7FFFFFFF
-    # Three fraction bits stay of 23, and the exponent's bias falls from 127 to 7.
+    # Three of 23 fraction bits remain, and the exponent's bias falls from 127 to 7.
     normal = ((magnitudes + 0x7FFFF + (magnitudes >> 20 & 1)) >> 20).astype(np.int64) - (120 << 3)
     # Below 2^-6 numbers are multiples of 2^-9, the spacing of float32 at 2^14: the addition rounds to them.
     small = np.fmin(magnitudes.view(np.float32), np.float32(1)) + np.float32(2**14)
@@ -198,7 +198,7 @@ def _payload(values: Floats, scales: Bytes) -> Bytes:
 
 
 def _product(values: Floats, powers: Floats) -> Floats:
-    # Infinity is the product of finite numbers here, and NaN is of any kind.
+    # Here infinity can be a product of finite numbers, and NaN can be of any kind.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(values * powers, np.float32)
 

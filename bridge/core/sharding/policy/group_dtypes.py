@@ -1,12 +1,12 @@
-"""The dtype of each copy of a parameter, from the dtype in which it was given and those that were asked for.
+"""The dtype of each copy of a parameter, from the parameter's given dtype and the requested dtypes.
 
-main      the weights that the optimizer updates; of frozen parameters as given
+main      the weights that the optimizer updates; frozen parameters as given
 compute   forward and backward
 reduce    gradients on the network; by default as compute
 grad      the reduced gradient that the optimizer reads; by default as main
 gather    the float8 format in which matrices cross the network; None: as compute
 
-Both runtimes have these rules, and differ in the compute dtype where none is asked for (``narrowest``).
+Both runtimes have these rules, and differ in the default compute dtype (``narrowest``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ E = TypeVar("E")
 class GroupDtypes(Generic[D]):
     """Dtypes of one parameter group: names, or a framework's own dtypes.
 
-    trained: of main weights if these parameters were trained; another one than ``main`` where they are frozen and keep
-    the dtype in which they were given. remainders: main weights are stored as compute weights and remainders.
+    trained: dtype of the main weights if these parameters were trained; differs from ``main`` if they are frozen and
+    keep their given dtype. remainders: main weights are stored as compute weights and remainders.
     """
 
     main: D
@@ -39,17 +39,17 @@ class GroupDtypes(Generic[D]):
     remainders: bool = False
 
     def translate(self, dtype_of: Callable[[D], E]) -> GroupDtypes[E]:
-        """The same in other terms, such as ``jnp.dtype``'s."""
+        """The same with other dtype objects, such as ``jnp.dtype``."""
         dtypes = map(dtype_of, (self.main, self.compute, self.reduce, self.grad, self.trained))
         return GroupDtypes(*dtypes, gather=self.gather, remainders=self.remainders)
 
 
 @dataclass(frozen=True)
 class AskedDtypes:
-    """Names of the dtypes that were asked for; None takes the default.
+    """Names of the requested dtypes; None takes the default.
 
-    main: float32 leaves float64 as it is; None: each parameter keeps the dtype in which it was given. narrowest: the
-    default of ``compute`` is the narrower one of that dtype and the trained main weights' (PyTorch), else that of main.
+    main: float32 leaves float64 unchanged; None: each parameter keeps its given dtype. narrowest: the default of
+    ``compute`` is the narrower of the given dtype and the trained main weights' dtype (PyTorch), else that of main.
     """
 
     main: str | None
@@ -64,8 +64,8 @@ class AskedDtypes:
     def of_group(self, stored: str, *, trainable: bool, quantized: bool = False) -> GroupDtypes[str]:
         """Dtypes of a group whose parameters have dtype ``stored``, and are all ``quantized`` or none.
 
-        Parameters that are no floating-point numbers, or float8 whose scale only the model knows, keep their dtype
-        throughout. quantized: they are matrices, which cross the network in the format that was asked for.
+        Parameters that are not floating-point, or that are float8 with a scale that only the model knows, keep their
+        dtype throughout. quantized: they are matrices, which cross the network in the requested format.
         """
         if stored not in FLOATING:
             return GroupDtypes(stored, stored, stored, stored, stored)
@@ -76,7 +76,7 @@ class AskedDtypes:
         own = min(trained, stored, key=BYTES.__getitem__) if self.narrowest else main
         compute = self.compute or own
         gather = self.gather if quantized else None
-        # Weights that keep fewer bits have no remainders.
+        # Weights with fewer bits have no remainders.
         remainders = self.remainders and main == trained
         dtypes = main, compute, self.reduce or compute, self.grad or main, trained
         return GroupDtypes(*dtypes, gather=gather, remainders=remainders)

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state lie in CPU memory, so that they are a share of all elements."""
+"""Which arrays of an optimizer's state are in CPU memory, so that they make up a given share of all elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OffloadShare:
         self._seen = self._picked = 0
 
     def picks(self, numel: int) -> bool:
-        """Whether an array of ``numel`` elements, which comes after those asked for so far, is picked."""
+        """Whether the next array, with ``numel`` elements, is picked."""
         self._seen += numel
         if numel == 0 or self._picked + numel / 2 > self.fraction * self._seen:
             return False
@@ -22,6 +22,6 @@ class OffloadShare:
 
 
 def offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
-    """Names of the arrays that are picked, of elements by name."""
+    """Names of the picked arrays, from numbers of elements by name."""
     share = OffloadShare(fraction)
     return frozenset(name for name, numel in sizes.items() if share.picks(numel))

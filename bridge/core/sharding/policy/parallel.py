@@ -3,10 +3,10 @@
 A weight ``(6, 4)`` on ``tp = 2``, cut over dimension 0::
 
     plain        rank 0 has rows 0 1 2, rank 1 has rows 3 4 5
-    fused = 2    the rows are two tensors one after the other, gate 0 1 2 and up 3 4 5, each of which is cut:
-    (size 8)     of gate 0 1 2 3 and up 4 5 6 7 rank 0 has rows 0 1 4 5, rank 1 has rows 2 3 6 7
+    fused = 2    the rows are two consecutive tensors, gate 0 1 2 and up 3 4 5, each of which is cut:
+    (size 8)     gate 0 1 2 3 and up 4 5 6 7: rank 0 has rows 0 1 4 5, rank 1 has rows 2 3 6 7
 
-Which dimension a style means depends on how a framework stores weights; each runtime says that for its own modules.
+The dimension that a style cuts depends on how a framework stores weights; each runtime defines it for its modules.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ STYLES = ("colwise", "rowwise", "expert")
 
 @dataclass(frozen=True)
 class ParallelPolicy:
-    """How the parameters of the modules whose path matches are cut over one model axis.
+    """How the parameters of modules with a matching path are cut over one model axis.
 
-    match: patterns as of ``UnitPolicy``, of modules or of single parameters; at least one of them must match. One
+    match: patterns as in ``UnitPolicy``, for modules or single parameters; at least one of them must match. One
         pattern may be given without a tuple.
     axis: a model axis of the mesh.
     style: "colwise" cuts output features, "rowwise" input features, "expert" dimension 0 of every parameter.
-    dimension: instead of a style, the dimension to cut, of the parameters that have it.
-    fused: the cut dimension holds several tensors one after the other, each of which is cut by itself: their relative
-        sizes, such as (4, 1, 1) of queries, keys and values; a number of equal ones may be given. (): one tensor.
+    dimension: instead of a style, the dimension to cut, for parameters that have it.
+    fused: the cut dimension contains several consecutive tensors, each of which is cut separately: their relative
+        sizes, such as (4, 1, 1) for queries, keys and values, or the number of equal tensors. (): one tensor.
 
     Raises PolicyError naming the field.
     """
@@ -76,7 +76,7 @@ def _sizes(fused: Any) -> tuple[int, ...]:
 def entries_of(
     entries: Sequence[ParallelPolicy], paths: Iterable[str], source: str
 ) -> dict[str, tuple[ParallelPolicy, ...]]:
-    """``ShardingPolicy.parallel_of``; ``source`` is what errors begin with."""
+    """``ShardingPolicy.parallel_of``; errors begin with ``source``."""
     known = [path for path in dict.fromkeys(paths) if path]
     numbers: dict[str, list[int]] = {}
     for number, entry in enumerate(entries, 1):
@@ -92,8 +92,8 @@ def entries_of(
                 for other in numbers.setdefault(path, []):
                     if entries[other - 1].axis == entry.axis:
                         raise PolicyError(
-                            f"expected what no other entry cuts over {entry.axis!r}, got {path!r}, which [[parallel]] "
-                            f"{other} cuts"
+                            f"expected parameters that no other entry cuts over {entry.axis!r}, got {path!r}, which "
+                            f"[[parallel]] {other} cuts"
                         )
                 numbers[path].append(number)
     return {path: tuple(entries[number - 1] for number in numbers[path]) for path in known if path in numbers}
@@ -108,13 +108,13 @@ class Cut:
     fused: tuple[int, ...] = ()
 
     def parts(self, size: int) -> tuple[int, ...]:
-        """The sizes of the tensors that the dimension of ``size`` holds."""
+        """The sizes of the tensors in the dimension of ``size``."""
         total = sum(self.fused)
         return tuple(size * share // total for share in self.fused) if self.fused else (size,)
 
 
 def check_cuts(name: str, shape: Sequence[int], cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
-    """Whether a parameter of ``shape`` can be cut so, over axes of ``sizes``. PolicyError naming the parameter."""
+    """PolicyError naming the parameter unless a parameter of ``shape`` can be cut this way, over axes of ``sizes``."""
     axes: set[str] = set()
     taken: dict[int, str] = {}
     for cut in cuts:
@@ -159,7 +159,7 @@ def local_shape(shape: Sequence[int], cuts: Iterable[Cut], sizes: Mapping[str, i
 
 
 def local_ranges(size: int, cut: Cut, ranks: int, rank: int) -> list[tuple[int, int]]:
-    """What rank ``rank`` of the axis has of the cut dimension of ``size``: ranges ``[start, stop)``, in order."""
+    """Ranges ``[start, stop)`` of the cut dimension of ``size`` on rank ``rank`` of the axis, in order."""
     ranges, start = [], 0
     for part in cut.parts(size):
         ranges.append((start + part // ranks * rank, start + part // ranks * (rank + 1)))
@@ -168,6 +168,6 @@ def local_ranges(size: int, cut: Cut, ranks: int, rank: int) -> list[tuple[int, 
 
 
 def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
-    """The largest dimension that ``shards`` divides, the first of equal ones; None where there is none."""
+    """The largest dimension that ``shards`` divides, the first of equal ones; None if there is none."""
     able = [i for i, size in enumerate(shape) if size and size % shards == 0]
     return max(able, key=lambda i: shape[i], default=None)

@@ -1,4 +1,4 @@
-"""Which dimension of a parameter a style of ``[[parallel]]`` cuts, by what the parameter is.
+"""Which dimension of a parameter a style of ``[[parallel]]`` cuts, by the kind of parameter.
 
 "colwise" cuts output features, "rowwise" input features, "expert" dimension 0 of every parameter::
 
@@ -16,12 +16,12 @@ from __future__ import annotations
 from typing import Final
 
 FEATURE_STYLES: Final = ("colwise", "rowwise")
-"""Styles that mean features, and with them a computation on parts of them."""
+"""Styles that cut features, and imply a computation on parts of the features."""
 _OF_COLWISE: Final = {"linear": 0, "kernel": 1, "embedding": 1}
 
 
 def styled_dimension(style: str, kind: str, ndim: int) -> int | None:
-    """The dimension of a parameter of ``ndim`` dimensions; None for one that stays whole."""
+    """The dimension to cut for a parameter of ``ndim`` dimensions; None if it stays whole."""
     if style == "expert":
         return 0
     if kind == "bias" or ndim < 2:

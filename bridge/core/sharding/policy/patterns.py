@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 
 def is_pattern(pattern: object) -> bool:
-    """Whether ``pattern`` is a dotted path without empty segments; "" is none."""
+    """Whether ``pattern`` is a dotted path without empty segments; "" is not."""
     return isinstance(pattern, str) and bool(pattern) and all(pattern.split(".")) and "/" not in pattern
 
 

@@ -1,7 +1,7 @@
 """A sharding policy: mesh, precision, units and model-parallel cuts, from a TOML file that both runtimes read.
 
-The file format is in the README of this package. A policy knows what it may say and which modules of a model it makes
-units, by their paths alone; the ``ShardingPolicy`` of a runtime is this one with a method that shards a model by it.
+The file format is in the README of this package. A policy validates its fields, and selects the modules of a model that
+become units, only by their paths. A runtime's ``ShardingPolicy`` adds a method that shards a model.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 class ShardingPolicy:
     """Units, mesh and precision. Raises PolicyError that begins with ``source``.
 
-    units: at least one; of several whose pattern matches a module the first one counts. One must be the root's, "".
-    mesh: one or two data-parallel axes, outer to inner, then at most two model axes: name -> size, or "all" for what
-        the other axes leave. The names of model axes are in ``mesh_axes``.
-    source: what errors call the policy, such as its file.
-    align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
-    prefetch: 1 lets transfers run during computation, for a second unit's weights and gradients in memory; 0 does not.
+    units: at least one; if several patterns match a module, the first one counts. One must be the root's, "". mesh: one
+    or two data-parallel axes, outer to inner, then at most two model axes: name -> size, or "all" for all remaining
+    devices. The names of model axes are in ``mesh_axes``.
+    source: the policy's name in errors, such as its file.
+    align: the alignment of shards for units without their own, see ``plan_layout``; ``[mesh] align``.
+    prefetch: 1 overlaps transfers with computation, which needs memory for a second unit's weights and gradients; 0
+    does not.
         None: the runtime's default; ``[mesh] prefetch``.
     parallel: which parameters are cut over model axes.
-    axes: the items of ``mesh``; unlike a mapping they are compared in their order.
+    axes: the items of ``mesh``; unlike in a mapping, their order matters in comparisons.
     """
 
     units: tuple[UnitPolicy, ...]
@@ -115,13 +116,13 @@ class ShardingPolicy:
                     )
         if "" not in first:
             raise PolicyError(
-                "[[unit]]: expected one for the root, all that no other unit owns, got none; add [[unit]] "
+                "[[unit]]: expected one for the root, which owns all that no other unit owns, got none; add [[unit]] "
                 'match = ""'
             )
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> Self:
-        """Read a file, or an example that ships with the package by its name, such as "fsdp"."""
+        """Read a file, or by name an example that ships with the package, such as "fsdp"."""
         shipped = {
             item.name.removesuffix(".toml"): item
             for item in (files("bridge.core.sharding") / "policies").iterdir()
@@ -146,7 +147,7 @@ class ShardingPolicy:
         return cls(**options, source=source)
 
     def to_toml(self) -> str:
-        """The content of a file that ``parse`` reads as this policy."""
+        """The content of a file that ``parse`` turns into this policy."""
         lines = ["[mesh]", *(f"{name} = {json.dumps(size)}" for name, size in self.axes)]
         if self.align != DEFAULT_ALIGN:
             lines.append(f"align = {json.dumps(self.align)}")
@@ -166,7 +167,7 @@ class ShardingPolicy:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The names of the data-parallel axes, outer to inner; strategies and placements speak of these."""
+        """The names of the data-parallel axes, outer to inner; strategies and placements refer to them."""
         return tuple(name for name, _ in self.axes if not is_model_axis(name))
 
     @property
@@ -175,11 +176,11 @@ class ShardingPolicy:
         return tuple(name for name, _ in self.axes if is_model_axis(name))
 
     def align_of(self, unit: UnitPolicy) -> Align:
-        """What the shards of one of the units are multiples of."""
+        """The alignment of a unit's shards."""
         return self.align if unit.align is None else unit.align
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:
-        """The size of each axis, outer to inner, on ``devices`` devices, all of which the mesh must use."""
+        """The size of each axis, outer to inner, on ``devices`` devices; the mesh must use all devices."""
         fixed = math.prod(size for _, size in self.axes if isinstance(size, int))
         sizes = {name: devices // fixed if size == "all" else int(size) for name, size in self.axes}
         if math.prod(sizes.values()) != devices or devices < 1:
@@ -188,14 +189,14 @@ class ShardingPolicy:
         return sizes
 
     def data_ranks(self, devices: int) -> int:
-        """Among how many ranks a batch is divided: places of the data-parallel axes. Errors as of ``mesh_sizes``."""
+        """How many ranks share a batch: the product of the data-parallel axes. Errors as in ``mesh_sizes``."""
         sizes = self.mesh_sizes(devices)
         return math.prod(sizes[axis] for axis in self.data_axes)
 
     def check_model_axes(self, cut_by_model: Collection[str] = ()) -> None:
         """PolicyError for a model axis over which neither ``parallel`` nor the model itself cuts anything.
 
-        cut_by_model: axes over which parameters of the model are cut already, by annotations or as DTensors.
+        cut_by_model: axes over which the model's parameters are already cut, by annotations or as DTensors.
         """
         cut = {*cut_by_model, *(entry.axis for entry in self.parallel)}
         for axis in self.model_axes:
@@ -212,7 +213,7 @@ class ShardingPolicy:
 
         paths: the dotted paths of all modules of a model that have a forward; "" may be among them.
 
-        Raises PolicyError for a pattern that matches none of them, or only such as earlier patterns took.
+        Raises PolicyError for a pattern that matches none of them, or only modules that earlier patterns took.
         """
         known = [path for path in dict.fromkeys(paths) if path]
         numbers: dict[str, int] = {}
@@ -231,7 +232,7 @@ class ShardingPolicy:
 
         paths: the dotted paths of all modules and parameters of a model.
 
-        Raises PolicyError for an entry none of whose patterns matches, and for two that cut one path over one axis.
+        Raises PolicyError for an entry without a matching pattern, and for two entries that cut one path over one axis.
         """
         return entries_of(self.parallel, paths, self.source)
 

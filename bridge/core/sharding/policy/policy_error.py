@@ -8,12 +8,12 @@ from typing import Any
 
 
 class PolicyError(ValueError):
-    """What is wrong with a policy: file, table and key, what was expected and what was found."""
+    """A fault in a policy: file, table and key, the expected and the found value."""
 
 
 @contextmanager
 def at(where: str) -> Iterator[None]:
-    """Put ``where`` in front of errors."""
+    """Prefix errors with ``where``."""
     try:
         yield
     except PolicyError as error:
@@ -27,7 +27,7 @@ def require(holds: object, key: str, expected: str, got: object) -> None:
 
 
 def require_only(table: Mapping[str, Any], keys: Collection[str]) -> None:
-    """PolicyError about the first key of ``table`` that is none of ``keys``."""
+    """PolicyError about the first key of ``table`` that is not in ``keys``."""
     for key in table:
         if key not in keys:
             raise PolicyError(f"{key}: expected no other keys than {', '.join(keys)}, got {key!r}")

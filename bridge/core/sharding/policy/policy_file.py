@@ -17,7 +17,7 @@ from bridge.core.sharding.policy.unit_policy import KINDS, UnitPolicy
 from bridge.core.text_files import toml_string
 
 OPTIONS = ("align", "prefetch")
-"""Keys of ``[mesh]`` that are no axes."""
+"""Keys of ``[mesh]`` that are not axes."""
 _TABLES = ("mesh", "precision", "unit", "parallel")
 
 
@@ -28,7 +28,7 @@ def read_tables(content: dict[str, Any]) -> dict[str, Any]:
     axes = content.get("mesh")
     if isinstance(axes, dict):
         options |= {key: axes.pop(key) for key in OPTIONS if key in axes}
-    # A table with nothing but options leaves the axes to the default.
+    # A table with only options leaves the axes at the default.
     if "mesh" in content and (axes or not options):
         options["mesh"] = axes
     if "precision" in content:

@@ -17,20 +17,20 @@ MAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", GIVEN)
 class PrecisionPolicy:
     """Names of dtypes; None takes the default, which the properties give. Raises PolicyError naming the field.
 
-    Short names ("bf16", "fp32", "half") stand for the full ones, which the fields then have.
+    Short names ("bf16", "fp32", "half") are accepted, and stored as the full names.
 
-    main: of the main weights of trainable parameters. "float32": also where parameters were given in bfloat16 or
-        float16. "bfloat16" or "float16": parameters given otherwise are rounded once, when they are sharded. "float64":
-        parameters must be given so, and are given so nowhere else but with "given". "given": each parameter keeps the
-        dtype in which it was given, as frozen parameters always do.
+    main: of the main weights of trainable parameters. "float32": even if parameters were given in bfloat16 or float16.
+        "bfloat16" or "float16": parameters given in another dtype are rounded once, when they are sharded. "float64":
+        parameters must be given in float64, which otherwise only "given" allows. "given": each parameter keeps its
+        given dtype, as frozen parameters always do.
     compute: of forward and backward (None: that of the main weights).
-    reduce: in which gradients cross the network (None: that of compute).
+    reduce: of gradients on the network (None: that of compute).
     grad: of the reduced gradient that the optimizer reads (None: that of the main weights).
-    gather: in which weights of two dimensions or more cross the network, "mxfp8" or "float8_e4m3fn"; forward and
-        backward compute with the quantized values (None: that of compute). See ``bridge.core.sharding.policy.float8``.
-    store_param_remainders: of units whose bfloat16 compute weights stay whole at rest, store float32 main weights as
-        own rows of these and int16 remainders, 2 bytes an element less. PyTorch's: in JAX compute weights live inside
-        of a step only, so that nothing is stored twice.
+    gather: of weights of two or more dimensions on the network, "mxfp8" or "float8_e4m3fn"; forward and backward
+        compute with the quantized values (None: that of compute). See ``bridge.core.sharding.policy.float8``.
+    store_param_remainders: for units whose bfloat16 compute weights stay whole at rest, store float32 main weights as
+        the rank's rows of the compute weights plus int16 remainders, which saves 2 bytes per element. Only in PyTorch:
+        in JAX, compute weights exist only inside a step, so nothing is stored twice.
     """
 
     main: str = "float32"
@@ -69,7 +69,7 @@ class PrecisionPolicy:
         )
 
     def asked(self, runtime: str) -> AskedDtypes:
-        """As the runtime, "torch" or "jax", takes it."""
+        """In the form that the runtime, "torch" or "jax", takes."""
         torch, remainders = runtime == "torch", self.store_param_remainders
         dtypes = (self.compute, self.reduce, self.grad)
         if torch:
@@ -78,20 +78,20 @@ class PrecisionPolicy:
 
     @property
     def main_dtype(self) -> str | None:
-        """None: each parameter's own."""
+        """The dtype of main weights; None: each parameter's own."""
         return None if self.main == GIVEN else self.main
 
     @property
     def compute_dtype(self) -> str | None:
-        """Of forward and backward; None: each parameter's own, that of its main weights."""
+        """The dtype of forward and backward; None: that of each parameter's main weights."""
         return self.compute or self.main_dtype
 
     @property
     def reduce_dtype(self) -> str | None:
-        """In which gradients cross the network; None: that of forward and backward."""
+        """The dtype of gradients on the network; None: that of forward and backward."""
         return self.reduce or self.compute_dtype
 
     @property
     def grad_dtype(self) -> str | None:
-        """Of the reduced gradient; None: that of each parameter's main weights."""
+        """The dtype of the reduced gradient; None: that of each parameter's main weights."""
         return self.grad or self.main_dtype

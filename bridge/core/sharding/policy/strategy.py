@@ -1,8 +1,7 @@
 """Which of a unit's weights, gradients and optimizer state are sharded over which axes of the data-parallel mesh.
 
-The mesh has one or two axes, outer to inner. A tensor that is sharded over some of them is sharded over the innermost
-ones, so that what a rank holds is one range of each buffer. How many axes that are, for each of the three kinds, is all
-there is to a strategy:
+The mesh has one or two axes, outer to inner. A tensor that is sharded over some axes is sharded over the innermost
+ones, so that each rank holds one range of each buffer. A strategy is the number of these axes for each kind of tensor:
 
     ==================  ==========  =========  ===============  ===========================
     strategy            parameters  gradients  optimizer state  also known as
@@ -15,10 +14,10 @@ there is to a strategy:
     hfsdp               1           1          2                HFSDP, on two axes
     ==================  ==========  =========  ===============  ===========================
 
-Parameters are never sharded over more axes than gradients, nor gradients over more than optimizer state: a gradient
-shard can be gathered from nowhere, and an optimizer that holds more rows than it gets gradients for has nothing to
-update them with. Gradients are reduced over the axes they are sharded over in every backward, over the others only in
-the last microbatch of a step; in between they are "partial" there.
+Parameters are never sharded over more axes than gradients, nor gradients over more axes than optimizer state: no
+collective gathers gradients, and an optimizer cannot update rows for which it has no gradients. Every backward reduces
+gradients over the axes that shard them. Over other axes, only the last microbatch of a step reduces them; until then
+they are "partial" there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ StrategyName: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_gra
 """The names in ``STRATEGIES``."""
 Engine: TypeAlias = Literal["shard_map", "pjit"]
 ENGINES: Final[tuple[Engine, ...]] = get_args(Engine)
-"""How ``jax_impl`` shards: collectives that it writes itself, or annotations that XLA follows."""
+"""How ``jax_impl`` shards: explicit collectives, or annotations that XLA follows."""
 
 _WORDS = {
     "parameters": ("replicate", "shard"),
@@ -45,7 +44,7 @@ _WORDS = {
 class Strategy:
     """For each kind of tensor, over how many of the innermost mesh axes it is sharded between steps.
 
-    Main weights are sharded as the optimizer state is.
+    Main weights are sharded like the optimizer state.
     """
 
     name: str
@@ -61,11 +60,11 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Placements:
-    """A strategy spelled out: for each mesh axis, outer to inner, what happens to each kind of tensor.
+    """A strategy in detail: for each mesh axis, outer to inner, what happens to each kind of tensor.
 
     parameters: "replicate" or "shard" for each axis.
     gradients: "partial" (reduced once per step) or "shard" (reduced in every backward).
-    optimizer: "replicate" or "shard"; main weights go with the optimizer state.
+    optimizer: "replicate" or "shard"; main weights follow the optimizer state.
 
     ``Placements(("replicate", "shard"), ("partial", "shard"), ("shard", "shard"))`` is HFSDP. Raises ValueError, with
     the reason, for a combination that cannot work.
@@ -132,7 +131,7 @@ def strategy_named(name: str) -> Strategy:
 
 
 def check_axes(strategy: Strategy, placements: Placements | None, ndim: int) -> None:
-    """ValueError when a strategy, or the placements it was spelled out as, does not fit a mesh of ``ndim`` axes."""
+    """ValueError if a strategy, or its placements, do not fit a mesh of ``ndim`` axes."""
     if placements is not None and len(placements.parameters) != ndim:
         raise ValueError(
             f"placements: expected one entry for each of the {ndim} mesh axes, got {len(placements.parameters)}"

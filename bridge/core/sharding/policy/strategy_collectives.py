@@ -28,7 +28,7 @@ from bridge.core.sharding.policy.strategy import Strategy
 
 @dataclass(frozen=True)
 class StrategyCollectives:
-    """Mesh axes in the order in which the collectives over them follow one another, see above."""
+    """Mesh axes in the order of their collectives, see above."""
 
     gathered_once: range
     gathered: range
@@ -36,10 +36,10 @@ class StrategyCollectives:
     scattered_once: range
     summed_once: range
     reduced_last: tuple[int, ...]
-    """The axes over which the last backward of a step reduces gradients; others reduce over ``scattered``."""
+    """The axes over which the last backward of a step reduces gradients; earlier ones reduce over ``scattered``."""
 
 
-@cache  # Asked for in every backward.
+@cache  # Called in every backward.
 def collectives_of(strategy: Strategy, ndim: int) -> StrategyCollectives:
     """``ndim``: the number of data-parallel axes of the mesh."""
     parameters, gradients, optimizer = strategy.parameters, strategy.gradients, strategy.optimizer
@@ -56,19 +56,19 @@ def collectives_of(strategy: Strategy, ndim: int) -> StrategyCollectives:
 
 
 def keeps_shard(strategy: Strategy) -> bool:
-    """Whether a rank keeps compute weights of a level between main and whole weights, as in HFSDP."""
+    """Whether a rank keeps compute weights at a level between main and whole weights, as in HFSDP."""
     return 0 < strategy.parameters < strategy.optimizer
 
 
 def computes_with_main(strategy: Strategy, dtypes: GroupDtypes[Any]) -> bool:
-    """Whether forward and backward read the main weights themselves, which are whole then."""
+    """Whether forward and backward read the main weights themselves, which are then whole."""
     return not strategy.optimizer and dtypes.compute == dtypes.main and dtypes.gather is None
 
 
 def num_flags(layout: Layout, shards: int) -> int:
-    """Elements at the end of a gradient buffer of PyTorch that is cut into ``shards``.
+    """Extra elements at the end of a PyTorch gradient buffer that is cut into ``shards``.
 
-    One for each parameter and finest shard in the buffer, by which ranks learn which parameters
-    others used, without a further collective. ``layout``: of the finest shards.
+    One for each parameter and finest shard in the buffer: they tell ranks which parameters other ranks used, without
+    another collective. ``layout``: of the finest shards.
     """
     return layout.num_shards // shards * len(layout.slots)

@@ -13,19 +13,19 @@ from bridge.core.sharding.policy.strategy import Placements, Strategy, StrategyN
 
 ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
 KINDS = ("parameters", "gradients", "optimizer")
-"""What placements are of."""
+"""The kinds of tensors that have placements."""
 
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """How the modules whose path matches are sharded, each as a unit of its own.
+    """How modules with a matching path are sharded, each as a separate unit.
 
     match: dotted module path, each segment with the wildcards of ``fnmatch``; "" is the root.
     strategy, placements: at most one of the two; neither: "optim_grads_params".
     granularity: "row", "tensor" or "block(n)", of all parameters of the unit.
-    recompute: compute the activations of the unit again in backward instead of keeping them, all (True) or all but what
+    recompute: recompute the unit's activations in backward instead of keeping them, all (True) or all except those that
         a name keeps, see ``recompute.py``.
-    align: what the unit's shards are multiples of, see ``plan_layout``. None: what the policy says of all units.
+    align: the alignment of the unit's shards, see ``plan_layout``. None: the policy's alignment for all units.
 
     Raises PolicyError naming the field.
     """
@@ -70,7 +70,7 @@ class UnitPolicy:
 
     @property
     def chosen(self) -> Strategy:
-        """The strategy, whichever way it was given."""
+        """The strategy, however it was given."""
         if self.placements is not None:
             return self.placements.strategy
         return strategy_named("optim_grads_params" if self.strategy is None else self.strategy)

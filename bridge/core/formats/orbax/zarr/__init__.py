@@ -1,1 +1,1 @@
-"""Arrays of an Orbax checkpoint: zarr chunks, in files of their own or in the OCDBT key-value store."""
+"""Arrays of an Orbax checkpoint: zarr chunks, in separate files or in the OCDBT key-value store."""

@@ -4,7 +4,7 @@
     zarr2 array    <key>/.zarray    and chunks <key>/0.1      0-d: <key>/0
     zarr3 array    <key>/zarr.json  and chunks <key>/c/0/1    0-d: <key>/c
 
-A stored chunk has the full chunk shape, padded at the edges of the array. What one chunk value holds, when raw:
+A stored chunk has the full chunk shape, padded at the edges of the array. The content of a raw chunk value:
 
     zarr2                    data
     zarr3, bytes             data [crc32c of data]
@@ -41,11 +41,11 @@ from bridge.core.formats.tensors.base import (
 
 MANIFEST = "manifest.ocdbt"
 Spec: TypeAlias = dict[str, Any]
-# How chunk data lies in a chunk's value: None when it must be decoded.
+# Where chunk data is in a chunk's value: None if it must be decoded.
 Raw: TypeAlias = Literal["plain", "shard"] | None
 
 MAX_INNER_CHUNKS = 1 << 18
-"""Inner chunks of a checkpoint: arrays with more are read by whole shard, as every chunk is a Box in memory."""
+"""Most inner chunks of a checkpoint: arrays with more are read by whole shard, as every chunk is a Box in memory."""
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC = {"name": "crc32c"}
@@ -55,18 +55,18 @@ _FILL: Mapping[str, Any] = {"b": False, "c": [0.0, 0.0]}
 
 @contextmanager
 def explain(what: str) -> Iterator[None]:
-    """Turn whatever tensorstore raises into a CheckpointError that begins with `what`."""
+    """Turn any error of tensorstore into a CheckpointError that begins with `what`."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, IndexError, TypeError, MemoryError) as error:
-        # Without the file's name: it is in a working directory, which is gone when the user reads the message.
+        # Without the file's name: it is in a working directory, which no longer exists when the user reads the message.
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = said.splitlines()[0][:500] if said else type(error).__name__
         raise CheckpointError(f"{what}: {text}") from error
 
 
 def new_context() -> ts.Context:
-    """Limits for one reader or one save. Not shared: a context would remember the B-tree of an earlier save there."""
+    """Limits for one reader or one save. Not shared: a context would cache the B-tree of an earlier save there."""
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},
@@ -98,9 +98,9 @@ def store_spec(item: Path, *, ocdbt: bool, create: bool = False) -> Spec:
 class ArrayLayout:
     """How one array is stored.
 
-    stored_chunk: shape of the block that one key holds. chunk: shape of the block that is decoded on its own, which is
-    the reader's chunk; the two differ only for shards with several inner chunks. raw, checksum: see the head of the
-    module. packing: the compression of chunks that ask for memory by their first bytes.
+    stored_chunk: shape of the block that one key stores. chunk: shape of the block that is decoded separately, which is
+    the reader's chunk; the two differ only for shards with several inner chunks. raw, checksum: see the module
+    docstring. packing: the compression of chunks whose first bytes request memory.
     """
 
     key: str
@@ -121,9 +121,9 @@ class ArrayLayout:
                 )
 
     def named(self, key: str) -> ArrayLayout:
-        """The same for another array."""
-        # Copied with all that was found from the shape once: `dataclasses.replace` takes seven times as long, and a
-        # model has thousands of arrays alike.
+        """The same layout for another array."""
+        # Copied with everything that was derived from the shape: `dataclasses.replace` takes seven times as long, and a
+        # model has thousands of arrays that are alike.
         other = object.__new__(ArrayLayout)
         other.__dict__.update(self.__dict__, key=key)
         return other
@@ -135,7 +135,7 @@ class ArrayLayout:
 
     @property
     def stored_bytes(self) -> int:
-        """Decoded size of what one chunk key holds."""
+        """Decoded size of the data under one chunk key."""
         return math.prod(self.stored_chunk) * self.dtype.itemsize
 
     @cached_property
@@ -145,7 +145,7 @@ class ArrayLayout:
 
     @cached_property
     def only_chunk(self) -> str | None:
-        """What follows the array's own key in the key of its only chunk, "/c/0/0"; None with another number of them."""
+        """The only chunk's key after the array's own key, "/c/0/0"; None unless there is exactly one chunk."""
         if self.num_stored != 1:
             return None
         return self.chunk_key((0,) * len(self.shape))[len(self.key) :]
@@ -157,7 +157,7 @@ class ArrayLayout:
 
     @cached_property
     def num_inner(self) -> int:
-        """Number of chunks that lie in larger stored ones."""
+        """Number of chunks inside larger stored chunks."""
         return 0 if self.chunk == self.stored_chunk else math.prod(_grid(self.shape, self.chunk))
 
     def chunk_key(self, index: tuple[int, ...]) -> str:
@@ -173,7 +173,7 @@ class ArrayLayout:
             return
         grid = _grid(self.shape, self.stored_chunk)
         if 0 in grid:
-            # The other axes may be too long to be listed.
+            # The other axes may be too long to list.
             return
         for index in itertools.product(*map(range, grid)):
             yield self.chunk_key(index)
@@ -195,7 +195,7 @@ class ArrayLayout:
             )
 
     def keys_of(self, box: Box) -> Iterator[str]:
-        """The keys of the stored chunks that hold elements of a box, which has some."""
+        """The keys of the stored chunks that contain elements of a nonempty box."""
         ranges = [
             range(low // size, -(-stop // size))
             for low, stop, size in zip(box.offsets, box.stops, self.stored_chunk, strict=True)
@@ -220,7 +220,7 @@ class ArrayLayout:
     def metadata(self) -> dict[str, Any]:
         """The array's zarr.json when it is created here: one raw inner chunk per shard, each with a CRC-32C.
 
-        This is Orbax's own form but for the checksum, which Orbax verifies when it is there.
+        This is Orbax's own form plus the checksum, which Orbax verifies if it exists.
         """
         inner = {"chunk_shape": self.chunk, "codecs": [_LITTLE, _CRC], "index_codecs": [_LITTLE, _CRC]}
         grid = {"name": "regular", "configuration": {"chunk_shape": self.chunk}}
@@ -246,7 +246,7 @@ def parse_array(
 ) -> ArrayLayout:
     """The layout from an array's parsed metadata JSON. CheckpointError, beginning with `what`, if it is malformed.
 
-    inner: chunks inside of shards that it may have; with more, its chunks are the shards.
+    inner: the most chunks inside shards that it may have; with more, its chunks are the shards.
     """
     if not isinstance(data, dict):
         raise CheckpointError(f"{what}: expected a JSON object, got {type(data).__name__}")
@@ -266,7 +266,7 @@ def _parse_zarr2(key: str, data: Mapping[str, Any]) -> ArrayLayout:
     text = data["dtype"]
     if not isinstance(text, str):
         raise ValueError(f"expected dtype to be a string, got {text!r}")
-    # NumPy's type strings, except for the types NumPy lacks, which go by bare name.
+    # NumPy's type strings, except for types that NumPy lacks, which have bare names.
     swapped = text.startswith(">")
     dtype = np.dtype(text).newbyteorder("=") if text[:1] in "<>|" else dtype_from_name(text)
     dtype_name(dtype)
@@ -310,7 +310,7 @@ def _parse_zarr3(key: str, data: Mapping[str, Any], most_inner: int) -> ArrayLay
 
 
 def _plain_codecs(codecs: list[Mapping[str, Any]]) -> tuple[bool, bool]:
-    """Whether the codecs leave the data as it is in memory, and whether a CRC-32C follows it."""
+    """Whether the codecs store the data as it is in memory, and whether a CRC-32C follows the data."""
     names = [codec["name"] for codec in codecs]
     little = codecs[0].get("configuration", {}).get("endian", "little") == "little"
     return little and names in (["bytes"], ["bytes", "crc32c"]), names[-1] == "crc32c"
@@ -336,7 +336,7 @@ def _grid(shape: Iterable[int], chunk: Iterable[int]) -> tuple[int, ...]:
 def tensor_infos(
     names: Iterable[str], paths: Iterable[TreePath], layouts: Iterable[ArrayLayout]
 ) -> Iterator[TensorInfo]:
-    """The descriptions of arrays. Arrays alike share everything but the name."""
+    """The descriptions of arrays. Arrays that are alike share everything but the name."""
     alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...]], TensorInfo] = {}
     for name, path, layout in zip(names, paths, layouts, strict=True):
         key = layout.shape, layout.dtype, layout.chunk

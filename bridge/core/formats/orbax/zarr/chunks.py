@@ -4,8 +4,8 @@ A chunk's value, zarr3's `sharding_indexed` with one inner chunk, which is Orbax
 
     data, padded to the full chunk | CRC-32C of data | 0, length with CRC | CRC-32C of these two numbers
 
-Processes that write one checkpoint have a store each, since an OCDBT manifest has one writer. Joining copies no data:
-the item's own B-tree refers to the files of the stores, by relative paths.
+Each process that writes a checkpoint has its own store, since an OCDBT manifest has one writer. Joining copies no data:
+the item's own B-tree refers to the files of the stores by relative paths.
 
     <item>/manifest.ocdbt, d/*           keys of all arrays, written by join_stores
     <item>/ocdbt.process_0/d/*           chunks that process 0 wrote
@@ -55,8 +55,8 @@ def process_store(item: Path, process: int) -> Path:
 class ChunkStore:
     """The chunks of all arrays in one OCDBT store; see `Sink`.
 
-    open_file: opens the store's data file, which its caller syncs and closes. complete: all chunks of the arrays will
-    be written here, so that their places follow from the arrays alone; else each gets a place when it is written.
+    open_file: opens the store's data file; the caller syncs and closes it. complete: all chunks of the arrays will be
+    written here, so the arrays alone determine their places; otherwise each chunk gets a place when it is written.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class ChunkStore:
         self._store = OcdbtWriter(directory, open_file)
         self.placed, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
-        # Where places are not known before, two threads reserve theirs at once.
+        # If places are not known beforehand, two threads may reserve theirs at once.
         self._lock = threading.Lock()
 
     def declare(self, name: str, layout: ArrayLayout, own: Sequence[Box] | None = None) -> None:
-        """The array of a tensor, whose chunks are to come. Not for several threads at once.
+        """Declare the array of a tensor, whose chunks will follow. Not for several threads at once.
 
-        own: those that this store will have, by default all.
+        own: the chunks that this store will contain, by default all.
         """
         self._layouts[name] = layout
         self._store.put(metadata_key(layout.key, zarr3=True), layout.described)
@@ -83,7 +83,7 @@ class ChunkStore:
         layout = self._layouts[info.name]
         key = self._key(layout, info.chunks[number])
         if not self.placed:
-            # Only now is it known that this process writes the chunk: a place that stays empty would be in the index.
+            # Reserved only now, when this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
         return self._store.places[key]
@@ -95,15 +95,15 @@ class ChunkStore:
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
     ) -> list[bytes | memoryview]:
         layout, box = self._layouts[info.name], info.chunks[number]
-        # zarr stores chunks in full, also at the upper ends of an array; the trailer's checksum is of the padded bytes.
+        # zarr stores full chunks, also at the upper ends of an array; the trailer's checksum covers the padded bytes.
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc = array_checksum(*parts)
         return [*(part.data for part in parts), self._behind(layout, crc)]
 
     def _behind(self, layout: ArrayLayout, crc: int) -> bytes:
-        # With the padding behind a value its neighbour follows at once, and both are written together. What goes to a
-        # store is counted, and the padding comes by itself.
+        # With padding after a value, the next value follows immediately, and both are written together. Uploads to an
+        # object store are counted, and their padding is added automatically.
         padding = b"" if self._sent else bytes(-(layout.chunk_bytes + _TRAILER) % ALIGNMENT)
         return _trailer(layout, crc) + padding
 
@@ -140,7 +140,7 @@ class ChunkStore:
 def join_stores(item: Path, processes: Iterable[int]) -> None:
     """Refer to the chunks of the processes' stores from the item's own; a process that wrote nothing has no store.
 
-    CheckpointError when two processes wrote one chunk: one of them would be lost.
+    CheckpointError if two processes wrote the same chunk: one version would be lost.
     """
     with explain(f"{item}: cannot join the stores of the processes"):
         context, transaction = new_context(), ts.Transaction(atomic=True)
@@ -152,7 +152,7 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
                 continue
             store = ts.KvStore.open(store_spec(directory, ocdbt=True), context=context).result()
             for key in store.list().result():
-                # Each writer of an array stores the array's metadata, the same.
+                # Each writer of an array stores the same metadata for the array.
                 if writers.setdefault(key, process) != process and not key.endswith(b"/zarr.json"):
                     raise CheckpointError(
                         f"{item}: expected one writer for each chunk, but processes {writers[key]} and {process} wrote "
@@ -168,13 +168,13 @@ def _trailer(layout: ArrayLayout, crc: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _index(size: int) -> bytes:
-    """Where the only inner chunk of a shard is, with its checksum, in so many bytes."""
+    """The index of a shard whose only inner chunk, with its checksum, has so many bytes."""
     numbers = _NUMBERS.pack(0, size)
     return numbers + _CRC.pack(google_crc32c.value(numbers))
 
 
 def _padded(parts: list[np.ndarray], box: Box, layout: ArrayLayout) -> np.ndarray:
-    """The bytes of a chunk at an upper end of the array, filled up with zeros: chunks are stored in full."""
+    """The bytes of a chunk at an upper end of the array, padded with zeros: full chunks are stored."""
     whole = np.zeros(layout.chunk, layout.dtype)
     values = np.concatenate(parts).view(layout.dtype).reshape(box.sizes)
     as_integers(whole)[tuple(map(slice, box.sizes))] = as_integers(values)
@@ -185,11 +185,11 @@ _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
 
 
-# 8 MiB, since readers decode whole chunks; a row above 32 MiB is cut along the next axis in turn.
+# 8 MiB, since readers decode whole chunks; a row above 32 MiB is cut along the next axis.
 def array_layout(
     leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
 ) -> ArrayLayout:
-    """How a new array of an item is stored. CheckpointError for a wished-for chunk shape that is none."""
+    """How a new array of an item is stored. CheckpointError for an invalid requested chunk shape."""
     if any(n < 0 for n in shape):
         raise CheckpointError(
             f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
@@ -207,7 +207,7 @@ def array_layout(
 
 
 def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The chunk shape of a tensor for which nothing else is wished."""
+    """The default chunk shape of a tensor."""
     return _row_slab(shape, dtype.itemsize, _CHUNK)
 
 

@@ -1,7 +1,7 @@
-"""Arrays whose chunks tensorstore decodes from memory: of a checkpoint in a store that tensorstore is not asked for.
+"""Arrays whose chunks tensorstore decodes from memory: for checkpoints in a store that tensorstore does not access.
 
-The values that hold the wanted boxes are put into a store in memory, and the array is opened there. Each thread keeps
-the last one: the next box often lies in the same stored chunk.
+The values with the wanted boxes are put into a store in memory, and the array is opened there. Each thread keeps its
+last array: the next box is often in the same stored chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Last(threading.local):
 
 
 class MemoryArrays:
-    """Opens arrays of which only some chunks are there. Thread-safe."""
+    """Opens arrays with only some of their chunks. Thread-safe."""
 
     def __init__(self) -> None:
         self._last = _Last()
@@ -29,14 +29,14 @@ class MemoryArrays:
     def open(
         self, layout: ArrayLayout, boxes: Iterable[Box], value: Callable[[str], bytes]
     ) -> ts.TensorStore:
-        """The array with the chunks that hold these boxes. value: reads what the checkpoint's store has under a key.
+        """The array with the chunks that contain these boxes. value: reads a key's value from the checkpoint's store.
 
         Errors of `value` and of tensorstore.
         """
         keys = frozenset(key for box in boxes for key in layout.keys_of(box))
         described = metadata_key(layout.key, zarr3=layout.zarr3)
         if self._last.array is None or not keys | {described} <= self._last.keys:
-            # Before the values are there: memory for one chunk, not two.
+            # Before the values are loaded: this needs memory for one chunk, not two.
             self._last.array, self._last.keys = None, frozenset()
             context = new_context()
             store = ts.KvStore.open({"driver": "memory"}, context=context).result()

@@ -1,19 +1,19 @@
-"""OCDBT stores, written, and checked before they are read: a manifest, B-tree nodes with all keys, data files.
+"""OCDBT stores: writing, and checks before reading. A store is a manifest, B-tree nodes with all keys, and data files.
 
     <store>/manifest.ocdbt        where the root node is
     <store>/d/3f2a...             value | value | ... | node
 
     node    magic, length, version, compression | body, perhaps zstd | CRC-32C
     body    height | data files | number of entries | shared lengths | other lengths | ...
-    key     what it shares with the key before it, and the rest: "layers/0/w", (9) "v", (7) "1/w", ...
+    key     the length of the prefix shared with the previous key, and the rest: "layers/0/w", (9) "v", (7) "1/w", ...
     entry   key, length of the value, and the value itself or its offset in a data file
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/ ("Storage format"). tensorstore itself writes values through
-memory, a transaction at a time; `OcdbtWriter` knows a value's place before its bytes, which go straight to the file.
+memory, one transaction at a time; `OcdbtWriter` knows a value's place first, so bytes go straight to the file.
 
-tensorstore decodes the nodes of stores that are read. `NodeBudget` counts first what they claim to hold: a key that
-shares all but a byte with the one before takes a byte of the node and all of its length in memory, so that a node of
-263 kB held keys of 4 GB.
+When reading, tensorstore decodes the nodes. `NodeBudget` first counts how much they claim to contain: a key that shares
+all but one byte with the previous key takes one byte in the node but its full length in memory, so a node of 263 kB
+could contain 4 GB of keys.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _PART: Final = 1 << 20
 class OcdbtWriter:
     """A new store in a directory, or one begun by an earlier attempt, whose data file is taken over.
 
-    open_file: opens the data file, which its caller syncs and closes. Declare every value with `reserve` or `put`, in
-    the same order at every attempt; fill the reserved `places`, by any number of threads; then `finish`.
+    open_file: opens the data file; the caller syncs and closes it. Declare every value with `reserve` or `put`, in the
+    same order at every attempt; fill the reserved `places`, by any number of threads; then `finish`.
     """
 
     def __init__(self, directory: Path, open_file: Callable[[Path], DataFile | UploadFile]) -> None:
@@ -80,32 +80,32 @@ class OcdbtWriter:
         self.places: dict[str, Place] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        """A small value, of at most MAX_INLINE bytes, kept in the node; a larger one goes to the data file."""
+        """Add a small value. Up to MAX_INLINE bytes are stored in the node; a larger value goes to the data file."""
         if len(value) <= MAX_INLINE:
             self._inline[key] = value
         else:
             self._file.write(self.reserve(key, len(value)).offset, value)
 
     def reserve(self, key: str, length: int) -> Place:
-        """Room in the data file for a value of so many bytes."""
+        """Reserve room in the data file for a value of so many bytes."""
         place = self.places[key] = Place(self._file, self._file.reserve(length, ALIGNMENT), length)
         return place
 
     def finish(self, sync: Callable[[], None]) -> None:
-        """Write node and manifest: from here on the store can be opened. sync: brings the data file to disk.
+        """Write node and manifest: then the store can be opened. sync: syncs the data file to disk.
 
-        A store without values has neither, as stock Orbax leaves it.
+        A store without values has neither, as in stock Orbax.
         """
         if not (self._inline or self.places):
             return
         end = self._file.end
         path = f"d/{self._name}"
         node = _leaf_node(path, self._inline, self.places)
-        # Behind the last value's padding, which may be written later. What goes to a store has none.
+        # After the last value's padding, which may be written later. Uploads to an object store have no padding.
         sent = isinstance(self._file, UploadFile)
         start = self._file.reserve(len(node), 1 if sent else ALIGNMENT)
         self._file.write(start, node)
-        # Before the manifest: it must not lead to a node or to values that the disk does not have.
+        # Before the manifest: it must not refer to a node or to values that the disk does not have.
         sync()
         # Another `finish` after more values writes another node.
         self._file.end = end
@@ -127,7 +127,7 @@ class OcdbtWriter:
 
 def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, Place]) -> bytes:
     """The node with all keys, uncompressed."""
-    # Code points are in the order of the bytes that UTF-8 makes of them.
+    # Code points sort in the same order as their UTF-8 bytes.
     keys = sorted([*inline, *places])
     encoded = [key.encode() for key in keys]
     shared = list(itertools.starmap(_common, itertools.pairwise(encoded)))
@@ -165,19 +165,19 @@ def _table_of_one(path: bytes) -> bytes:
 def _common(a: bytes, b: bytes) -> int:
     """Length of the longest common prefix."""
     shorter = min(len(a), len(b))
-    # Where two numbers differ, found in C: byte by byte takes ten times as long.
+    # The position where two numbers differ, found in C: comparing byte by byte takes ten times as long.
     differ = int.from_bytes(a[:shorter], "big") ^ int.from_bytes(b[:shorter], "big")
     return shorter - -(-differ.bit_length() // 8)
 
 
 def _varints(values: Iterable[int]) -> bytes:
-    """`_varint` of each; all at once, which takes a tenth of the time."""
+    """`_varint` of each number, all at once, which takes a tenth of the time."""
     numbers = np.fromiter(values, np.uint64)
     if not len(numbers):
         return b""
     bits = 7 * np.arange(-(-max(1, int(numbers.max()).bit_length()) // 7), dtype=np.uint64)
     shifted = numbers[:, None] >> bits
-    # One column for each byte, the lowest first: of a number all up to the last that is not zero, at least one.
+    # One column for each byte, the lowest first: a number has all bytes up to its last nonzero byte, at least one.
     more = shifted[:, 1:] != 0
     wanted = np.concatenate((np.ones((len(numbers), 1), bool), more), axis=1)
     data = (shifted & np.uint64(0x7F)).astype(np.uint8)
@@ -186,7 +186,7 @@ def _varints(values: Iterable[int]) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the highest bit says that more follow."""
+    """Seven bits per byte, the lowest first; the highest bit says that more bytes follow."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -198,7 +198,7 @@ def _varint(value: int) -> bytes:
 
 
 class NodeBudget:
-    """What all nodes of a store may hold, by their bytes on disk; some of it is free, for small stores."""
+    """The most that a store's nodes may contain, relative to their bytes on disk; small stores get a free allowance."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -207,10 +207,10 @@ class NodeBudget:
     def take(self, node: bytes, prefix: int) -> None:
         """Count a node whose keys continue `prefix` bytes of the nodes above.
 
-        CheckpointError when it cannot be counted, or there is more than belongs into that many bytes.
+        CheckpointError if it cannot be counted, or claims more than so many bytes can justify.
         """
         self._stored += len(node)
-        # Before the keys are looked at: so many numbers take memory, too.
+        # Before the keys are read: so many numbers take memory, too.
         most = _FREE_ENTRIES + _ENTRIES_PER_BYTE * self._stored - self._entries
         entries, keys = entries_and_keys(node, most, self._what)
         self._entries += entries
@@ -224,9 +224,9 @@ class NodeBudget:
 
 
 def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
-    """The number of entries of an encoded node, and the bytes of all their keys together.
+    """The number of entries in an encoded node, and the total bytes of their keys.
 
-    CheckpointError, beginning with `what`, for a malformed node, and for one of more than `most` entries.
+    CheckpointError, beginning with `what`, for a malformed node, and for a node with more than `most` entries.
     """
     try:
         numbers = _Numbers(np.frombuffer(node, np.uint8)[_HEADER:-_CRC])
@@ -237,9 +237,9 @@ def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
             body = _decompressed(body, _FREE_BODY + _BODY_PER_BYTE * len(body))
         numbers = _Numbers(np.frombuffer(body, np.uint8)[1:])
         files = _counted(numbers, most, "files")
-        numbers.next(files - 1)  # what each name shares with the one before
+        numbers.next(files - 1)  # the length that each name shares with the previous name
         names = numbers.next(files)
-        numbers.next(files)  # of these bytes, the folder's
+        numbers.next(files)  # how many of these bytes are the folder's
         numbers.skip(names)
         entries = _counted(numbers, most, "entries")
         return entries, numbers.next(entries - 1) + numbers.next(entries)
@@ -257,9 +257,9 @@ def _counted(numbers: _Numbers, most: int, noun: str) -> int:
 def require_bounded_manifest(manifest: bytes, most: int, what: str) -> None:
     """CheckpointError, beginning with `what`, for a compressed manifest of more than `most` bytes.
 
-    tensorstore decompresses a manifest whatever the size is.
+    tensorstore decompresses a manifest of any size.
     """
-    with suppress(IndexError, ValueError, zstandard.ZstdError):  # tensorstore says what is wrong
+    with suppress(IndexError, ValueError, zstandard.ZstdError):  # tensorstore reports the error
         numbers = _Numbers(np.frombuffer(manifest, np.uint8)[_HEADER:-_CRC])
         numbers.next(1)  # version
         if numbers.next(1):
@@ -270,7 +270,7 @@ def require_bounded_manifest(manifest: bytes, most: int, what: str) -> None:
 
 
 class _TooLargeError(ValueError):
-    """More bytes than expected come out of compressed ones."""
+    """Compressed data yields more bytes than expected."""
 
 
 def _decompressed(data: bytes, most: int) -> bytes:
@@ -286,7 +286,7 @@ def _decompressed(data: bytes, most: int) -> bytes:
 
 
 class _Numbers:
-    """Numbers of seven bits a byte, the lowest first, of which only sums are of interest."""
+    """Numbers with seven bits per byte, the lowest first; only their sums are needed."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.left = data
@@ -308,7 +308,7 @@ class _Numbers:
         return total
 
     def skip(self, count: int) -> None:
-        """Leave out so many bytes."""
+        """Skip so many bytes."""
         if count > len(self.left):
             raise ValueError("names of files that are longer than the node")
         self.left = self.left[count:]

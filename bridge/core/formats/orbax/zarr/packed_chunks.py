@@ -1,6 +1,6 @@
-"""The memory that a compressed chunk asks for before it is decoded, compared with the size that the chunk is to have.
+"""Compares the memory that a compressed chunk requests for decoding with the size that the chunk should have.
 
-tensorstore ends zstd, gzip, zlib and bz2 where the chunk is full. Two compressors allocate what their first bytes say:
+tensorstore stops zstd, gzip, zlib and bz2 when the chunk is full. Two compressors allocate what their first bytes say:
 
     blosc    bytes 4 to 7: the decoded size, up to 2 GiB
     zstd     the window of the frame, up to 2 GiB (RFC 8878, 3.1.1.1)
@@ -23,18 +23,18 @@ from bridge.core.formats.tensors.base import CheckpointError
 
 PACKERS: Final = ("blosc", "zstd")
 HEAD: Final = 18
-"""Bytes at the start of a compressed chunk that say what it asks for: those of zstd's longest frame header."""
+"""Bytes at the start of a compressed chunk that say how much memory it requests: zstd's longest frame header."""
 
-_ZSTD_WINDOW: Final = 128 << 20  # the largest that a level of zstd chooses
-_FREE: Final = 1 << 20  # what checksums and a second compressor add
+_ZSTD_WINDOW: Final = 128 << 20  # the largest window of any zstd level
+_FREE: Final = 1 << 20  # room for checksums and a second compressor
 
 
 @dataclass(frozen=True)
 class Packing:
     """How the chunks of an array are compressed.
 
-    compressor: the one whose first bytes ask for memory. nbytes: decoded size of a chunk, an inner one in a shard.
-    inner: inner chunks of a shard, None if chunks are no shards. index: type of the numbers in the shard's index.
+    compressor: the one whose first bytes request memory. nbytes: decoded size of a chunk, in a shard of an inner chunk.
+    inner: inner chunks of a shard, None if chunks are not shards. index: type of the numbers in the shard's index.
     index_size: bytes of the index, with its checksum. index_first: whether the index is at the shard's start.
     """
 
@@ -46,9 +46,9 @@ class Packing:
     index_first: bool = False
 
     def require_bounded(self, read: Callable[[int, int], bytes], size: int, what: str) -> None:
-        """CheckpointError, beginning with `what`, if decoding a stored chunk takes more memory than belongs to it.
+        """CheckpointError, beginning with `what`, if decoding a stored chunk takes more memory than its size justifies.
 
-        read: bytes from one place of the stored chunk to another. size: bytes of the stored chunk.
+        read: gives bytes from one place of the stored chunk to another. size: bytes of the stored chunk.
         """
         for start in self._starts(read, size):
             asked, most = self._asked(read(start, min(size, start + HEAD)))
@@ -66,11 +66,11 @@ class Packing:
         if first < 0:
             return  # tensorstore says that the shard is too short
         numbers = np.frombuffer(read(first, first + 16 * self.inner), self.index)
-        # An inner chunk that is not stored is at 2**64 - 1.
+        # An inner chunk that is not stored has the offset 2**64 - 1.
         yield from (start for start in numbers[::2].tolist() if start < size)
 
     def _asked(self, head: bytes) -> tuple[int, int]:
-        """The bytes that a chunk asks for, and the most that it may."""
+        """The bytes that a chunk requests, and the most that it may request."""
         if self.compressor == "blosc":
             return int.from_bytes(head[4:8], "little"), 2 * self.nbytes + _FREE
         try:
@@ -80,9 +80,9 @@ class Packing:
 
 
 def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize: int) -> Packing | None:
-    """How zarr3's codecs compress chunks of this shape; None if no compressor asks for memory by its first bytes.
+    """How zarr3's codecs compress chunks of this shape; None if no compressor requests memory by its first bytes.
 
-    ValueError where blosc is so far inside that its first bytes are not in the file as they are.
+    ValueError if another codec encodes blosc's output, so that blosc's first bytes are not in the file unchanged.
     """
     serializer, *packers = [c for c in codecs if c["name"] not in ("crc32c", "transpose")]
     packed = None
@@ -108,5 +108,5 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
                 shard.get("index_location", "end") == "start",
             )
     if '"blosc"' in json.dumps(inside):
-        raise ValueError("expected blosc as the last compression of a chunk, got it inside of another")
+        raise ValueError("expected blosc as the last compression of a chunk, got another one around it")
     return packed

@@ -1,4 +1,4 @@
-"""Raw chunks, whose elements are in the file as they are: where they are there, and whether they are what was written.
+"""Raw chunks, whose elements are stored unchanged in the file: where the elements are, and whether they are intact.
 
 a file of zarr      elements
 a shard of zarr3    elements, CRC-32C | index: where they begin, how many bytes, CRC-32C of both
@@ -40,10 +40,10 @@ class RawChunks:
     def part(
         self, name: str, index: tuple[int, ...], part: Box, in_one_piece: bool = True
     ) -> tuple[FileArray, Callable[[np.ndarray], int | None]]:
-        """Where `part` of the array, inside a raw chunk, is, and a function to be called with the elements once read.
+        """Where `part` of the array, inside a raw chunk, is, and a function to call with the elements after the read.
 
-        The function compares a whole chunk with its CRC-32C and returns that. For a part, the whole chunk is compared
-        here, and the function returns None. in_one_piece: whether the elements will follow each other in memory.
+        The function compares a whole chunk with its CRC-32C and returns the CRC-32C. For a part, the whole chunk is
+        compared here, and the function returns None. in_one_piece: whether the elements will be contiguous in memory.
         """
         layout = self._layouts[name]
         key = layout.chunk_key(index)
@@ -71,8 +71,8 @@ class RawChunks:
         return self._values.files
 
     def read_into(self, arrays: Sequence[tuple[ArrayLayout, memoryview]]) -> Sequence[Checksums | None]:
-        """All of arrays that are one shard, into memory of their bytes; None for one that is not as it should be."""
-        # What is behind the elements comes with them.
+        """Read whole arrays that are one shard into memory of their size; None for an array that is not intact."""
+        # The trailer is read together with the elements.
         pieces = [self._whole_shard(layout, target) for layout, target in arrays]
         return [
             self._compared(layout, target, piece.targets[1]) if read and piece is not None else None
@@ -103,7 +103,7 @@ class RawChunks:
         return Checksums(crc32c=crc) if crc == int.from_bytes(behind[:4], "little") else None
 
     def _start(self, name: str, key: str) -> int:
-        """Where the data of a raw chunk begins in its value, once sizes and the index are found right."""
+        """Where the data of a raw chunk begins in its value, after sizes and index have been checked."""
         if key not in self._starts:
             layout, value = self._layouts[name], self._values.place(key)
             what = f"{self._item / value.file}: tensor {name!r}, chunk {key!r}"
@@ -123,7 +123,7 @@ class RawChunks:
         return self._starts[key]
 
     def _compare(self, key: str, stop: int, crc: int, what: str) -> int:
-        """A raw chunk's CRC-32C, once it is found to be the one that follows the elements, which end at this byte."""
+        """A raw chunk's CRC-32C, checked against the one stored after the elements, which end at this byte."""
         file = self._values.view(key, stop, stop + 4)
         if crc.to_bytes(4, "little") != file[stop : stop + 4]:
             path = self._item / self._values.place(key).file

@@ -1,10 +1,10 @@
-"""Where the values of an item's store lie in its files, so that raw chunks are read from there.
+"""Where the values of an item's store are in its files, so that raw chunks can be read from there.
 
     OCDBT    manifest.ocdbt -> B-tree nodes in d/* -> value at (ocdbt.process_0/d/3f2a..., offset, length), or inline
     files    the value of key "params.w/c/0/0" is the file of that name
 
-Asked of tensorstore (`ts.ocdbt.dump`), which decodes manifest and nodes and checks their checksums. Every place is
-checked against the files before anything is read there.
+tensorstore gives the places (`ts.ocdbt.dump`): it decodes manifest and nodes and verifies their checksums. Every place
+is checked against the files before anything is read there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 class StoredValues:
-    """The values that lie in files of their own or inside of OCDBT's. Reading is thread-safe."""
+    """The values that are in separate files or inside OCDBT's files. Reading is thread-safe."""
 
     def __init__(self, item: Path, places: Mapping[str, Place]) -> None:
         self._item = item
@@ -66,7 +66,7 @@ class StoredValues:
         return self._places[key]
 
     def find(self, key: str) -> Place | None:
-        """Where a value is; None for one that is in no file."""
+        """Where a value is; None if it is in no file."""
         return self._places.get(key)
 
     def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
@@ -88,16 +88,16 @@ class StoredValues:
 
 
 def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:
-    """The places of keys that are files. OSError when one cannot be looked at."""
+    """The places of keys that are files. OSError if a file cannot be accessed."""
     return {key: Place(key, 0, (item / key).stat().st_size) for key in keys}
 
 
 def stored_sizes(
     item: Path, keys: Iterable[str], places: Mapping[str, Place] | None
 ) -> Iterator[tuple[str, int]]:
-    """The bytes of values that are not inline: at these places of an OCDBT store, or of files by their keys if None.
+    """Bytes of values that are not inline: at these places of an OCDBT store, or in files named by their keys if None.
 
-    CheckpointError unless each is a regular file inside of the item: tensorstore follows any link.
+    CheckpointError unless each file is a regular file inside the item: tensorstore follows any link.
     """
     home = item.resolve()
     for key in keys:
@@ -108,12 +108,12 @@ def stored_sizes(
 
 
 def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, bytes]]:
-    """The place of every value, and the values that have none because they are inline.
+    """The place of every value, and the inline values, which have no place.
 
     CheckpointError for a reference that leads out of the item, for a node with two parents (then few nodes can claim
-    any number of keys, and tensorstore would list them all), and for nodes that claim more than belongs into them.
+    any number of keys, and tensorstore would list them all), and for nodes that claim more than their bytes allow.
     """
-    # Of one node at a time: tensorstore would go to the files by itself, and those may be in another store.
+    # One node at a time: tensorstore would access the files itself, and they may be in another store.
     memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
     stored = (item / MANIFEST).read_bytes()
     require_bounded_manifest(stored, _MAX_DECODED_MANIFEST, what)
@@ -132,15 +132,17 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
                 f"{item / span.file} is truncated: expected at least {span.start + span.size} bytes (for a node of "
                 f"the index), got {length}"
             )
-        # Of the file itself: it may go by several names.
+        # The file itself: it may have several names.
         status = (item / span.file).stat()
         identity = status.st_dev, status.st_ino, span.start
         if identity in seen:
-            raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
+            raise CheckpointError(
+                f"{what}: expected a B-tree, found two paths to its node {location[:200]!r}"
+            )
         seen.add(identity)
         data = _read(item / span.file, span)
         budget.take(data, len(prefix))
-        # What the node refers to is relative to its folder.
+        # References in the node are relative to its folder.
         folder = location.split(":")[1]
         memory.write(f"{unquote(folder)}node", data).result()
         node: Mapping[str, Any] = ts.ocdbt.dump(memory, f"btreenode:{folder}:node:0:{len(data)}").result()
@@ -153,9 +155,9 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
 
 
 def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collection[str]) -> dict[str, str]:
-    """The folders of processes that have keys which the index of the whole does not have, with the reason.
+    """The folders of processes with keys that the joint index lacks, with the reason.
 
-    places, inline: what `values_in_ocdbt` finds in the whole.
+    places, inline: the result of `values_in_ocdbt` for the joint index.
     """
     used = {value.file.partition("/")[0] for value in places.values()}
     reasons = {}
@@ -205,7 +207,7 @@ def _walk(
             reference = entry["indirect_value"]
             head, _, size = reference.rpartition(":")
             head, _, start = head.rpartition(":")
-            # All values of a node are in few files, whose names are looked at once: half of a reference's time.
+            # All values of a node are in few files. Checking each file name once halves the time per reference.
             file = files.get(head)
             if file is None or not (start.isdecimal() and size.isdecimal()):
                 places[key] = _parse(reference, what, "value")
