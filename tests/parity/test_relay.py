@@ -98,7 +98,8 @@ def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(finish
     report = json.loads((out / "report.json").read_text())
     reference, repeats = np.array(report["reference_fp32"]), np.array(report["repeats"])
     assert repeats.shape == (config.repeats, len(reference))
-    assert len({tuple(losses) for losses in [reference.tolist(), *repeats.tolist()]}) == 1 + len(repeats)
+    # Four losses of a short run may be the same in two repeats: rounding moves each by a few units in the last place.
+    assert len({tuple(losses) for losses in [reference.tolist(), *repeats.tolist()]}) >= len(repeats)
     assert np.abs(repeats / reference - 1).max() < 1e-5
     [compared] = report["curves"]["compared"]
     assert (compared["same"], compared["noise"]["method"]) == (True, "t")
