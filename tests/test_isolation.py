@@ -25,8 +25,8 @@ RUNTIME_LEGS = {
 }
 # These call a framework in the process of a leg, and are imported without it.
 RUNTIME_CALLS = {ROOT / "bridge" / "compiling" / "machines" / "compilers.py"}
-# What sharding may import: names of dtypes, the limits that every text file is read with, words of messages, and the view
-# of a layout in a notebook, which imports jinja2 when a notebook asks for the view.
+# What sharding may import: names of dtypes, the limits that every text file is read with, words of messages, and views,
+# which import jinja2 when a notebook asks for one.
 BELOW = {"bridge.core.dtype_names", "bridge.core.text", "bridge.core.text_files", "bridge.core.views"}
 # These hold one framework's side of a pair of models.
 PAIR = ROOT / "bridge" / "parity"
