@@ -154,9 +154,9 @@ def resolve(
             raise ValueError("fully_shard: expected a mesh, or a policy with a mesh, got neither")
         resolved = _by_keywords(checked_mesh(mesh), model, paths, options)
     else:
-        beside = [name for name in options if name not in _BESIDE_A_POLICY]
-        if beside:
-            raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {beside}")
+        keywords = [name for name in options if name not in _BESIDE_A_POLICY]
+        if keywords:
+            raise ValueError(f"fully_shard: expected a policy or keywords, got a policy and {keywords}")
         trained = {path: value for path, value in parameter_leaves(model).items() if path not in frozen}
         _check_main(policy, {path: value.dtype for path, value in trained.items()})
         resolved = _by_policy(policy, mesh, paths, options.get("units"))

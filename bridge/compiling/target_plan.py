@@ -101,8 +101,12 @@ class TargetRow:
             if collective["kind"] in chosen
         ]
         nbytes = sum(collective["bytes"] for collective in known)
-        beside = sum(collective["bytes"] for collective in known if collective["overlaps"])
-        return sum(collective["times"] for collective in known), nbytes, beside / nbytes if nbytes else 0.0
+        overlapped = sum(collective["bytes"] for collective in known if collective["overlaps"])
+        return (
+            sum(collective["times"] for collective in known),
+            nbytes,
+            overlapped / nbytes if nbytes else 0.0,
+        )
 
     @property
     def unread(self) -> str | None:

@@ -1,4 +1,4 @@
-"""How far a long call is, for whoever waits at a terminal or in a notebook."""
+"""Progress of long calls, shown at a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 Follow = Callable[..., None] | Literal[False] | None
-"""A function of the caller's, False for silence, or None for a bar of tqdm."""
-_DELAY = 1.0  # seconds: what is done by then shows no bar
+"""The caller's function, False for silence, or None for a bar of tqdm."""
+_DELAY = 1.0  # Seconds. A call that ends earlier shows no bar.
 
 
 def is_watched() -> bool:
-    """Whether standard error is a terminal that can go back in a line, or the output of a notebook's cell."""
+    """Whether standard error is a terminal that can rewrite a line, or the output of a notebook's cell."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         return True
@@ -24,13 +24,14 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def followed(title: str, progress: Follow) -> Iterator[Callable[..., None]]:
-    """What a long call tells how far it is, by ``(bytes done, bytes in all, name)`` or by the words of a stage.
+def followed(title: str, progress: Follow) -> Iterator[Callable[..., None] | None]:
+    """The function to which a long call reports ``(bytes done, bytes in all, name)`` or the words of a stage.
 
-    Where ``progress`` is None, and someone watches, a bar of tqdm shows it, if tqdm is installed, on standard error.
+    If ``progress`` is None, tqdm is installed and someone watches, the function moves a bar of tqdm on standard error.
+    Yields None if nobody listens, so that loops over many tensors make no calls.
     """
     if progress is not None or not is_watched():
-        yield progress or (lambda *_: None)
+        yield progress or None
         return
     with warnings.catch_warnings(), ExitStack() as bars:
         # A notebook without ipywidgets gets lines of text, which is no reason for a warning.
@@ -38,7 +39,7 @@ def followed(title: str, progress: Follow) -> Iterator[Callable[..., None]]:
         try:
             make_bar = importlib.import_module("tqdm.auto").tqdm
         except ImportError:
-            yield lambda *_: None
+            yield None
             return
         bar: Any = None
 

@@ -1,11 +1,12 @@
-"""Results that show themselves: one line at a prompt, and in a notebook a small part of a page, which folds.
+"""Views of results: one line at a prompt, and a summary with foldable parts in a notebook.
 
-Every value is escaped, as on the pages of ``bridge.report_page``, whose templates are from ``environment``, too.
+Every value is escaped. The pages of ``bridge.report_page`` use the same ``environment``.
 """
 
 from __future__ import annotations
 
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
 _LINE = 160
 _FEW, _MOST = 12, 100
-"""So many rows, or lines, are shown unfolded; and so many rows of a table at most: all of them are there as data."""
+"""Rows or lines that a view shows unfolded, and the most rows of a table. The result itself has all rows."""
 
 
-class Viewed:
+class Viewed(ABC):
     """A dataclass with ``repr=False`` whose ``repr`` is the first line of its ``summary``.
 
-    A notebook shows the summary, and folded what else the class has of ``table`` and ``drawings``, and its own ``str``.
+    A notebook shows the summary, and below it the foldable ``table``, ``drawings`` and the class's own ``str``, if any.
     """
 
+    @abstractmethod
     def summary(self) -> str:
-        """What it says, in one or a few lines."""
-        raise NotImplementedError
+        """The result in one line or a few lines."""
 
     def table(self) -> Sequence[Sequence[object]]:
         """A heading and rows."""

@@ -229,9 +229,9 @@ class Leg:
         part = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
         _require(part, "[[leg]] offload", "a share of the moments, 0 to 1", share)
         if self.policy is not None:
-            beside = [name for name in SHORT if getattr(self, name) is not None]
+            short_keys = [name for name in SHORT if getattr(self, name) is not None]
             expected = f"only policy, which replaces {', '.join(SHORT)}"
-            _require(not beside, "[[leg]] policy", expected, f"also {', '.join(beside)}")
+            _require(not short_keys, "[[leg]] policy", expected, f"also {', '.join(short_keys)}")
             return
         _require(self.strategy is not None, "[[leg]]", "the key policy, or strategy in its place", "neither")
         for name, allowed in (("strategy", STRATEGIES), ("precision", PRECISIONS)):

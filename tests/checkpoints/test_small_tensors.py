@@ -42,7 +42,7 @@ LIMITS = {
     ("verify", "dcp"): 99,
     ("verify", "orbax"): 88,
     ("verify", "safetensors"): 79,
-    ("diff", "dcp"): 200,
+    ("diff", "dcp"): 196,
     ("diff", "orbax"): 164,
     ("diff", "safetensors"): 134,
 }

@@ -98,8 +98,9 @@ def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(finish
     report = json.loads((out / "report.json").read_text())
     reference, repeats = np.array(report["reference_fp32"]), np.array(report["repeats"])
     assert repeats.shape == (config.repeats, len(reference))
-    # Four losses of a short run may be the same in two repeats: rounding moves each by a few units in the last place.
-    assert len({tuple(losses) for losses in [reference.tolist(), *repeats.tolist()]}) >= len(repeats)
+    # With the norms of the states: on some processors two repeats have equal losses in all of four steps.
+    names = ["reference-float32", *(f"repeat{number}" for number in range(1, 1 + len(repeats)))]
+    assert len({(out / name / "metrics.jsonl").read_text() for name in names}) == 1 + len(repeats)
     assert np.abs(repeats / reference - 1).max() < 1e-5
     [compared] = report["curves"]["compared"]
     assert (compared["same"], compared["noise"]["method"]) == (True, "t")

@@ -222,7 +222,7 @@ class _Sides:
         tolerance: Tolerance,
         noise: Noise | None,
         workers: int,
-        progress: Progress,
+        progress: Progress | None,
     ) -> tuple[TensorDiff, ...]:
         total, done = sum(self.infos[name].nbytes for name in names), 0
         pairs = (
@@ -233,7 +233,8 @@ class _Sides:
         for tensor in compared(pairs, workers):
             tensors.append(tensor)
             done += self.infos[tensor.name].nbytes
-            progress(done, total, tensor.name)
+            if progress is not None:
+                progress(done, total, tensor.name)
         return tuple(tensors)
 
     def structure(self) -> tuple[tuple[str, str], ...]:

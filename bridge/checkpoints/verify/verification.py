@@ -265,7 +265,7 @@ class _Check:
             return total
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
 
-    def run(self, workers: int, progress: Progress) -> list[_Found]:
+    def run(self, workers: int, progress: Progress | None) -> list[_Found]:
         """Read everything. Returns the findings in tensors, in order; nothing for tensors without findings."""
         tensors = self._reader.tensors
         total, done = sum([info.nbytes for info in tensors.values()]), 0
@@ -275,7 +275,8 @@ class _Check:
                 if results_of_region is not None:
                     self._add(results_of_region)
                 done += region.nbytes
-                progress(done, total, region.info.name)
+                if progress is not None:
+                    progress(done, total, region.info.name)
         return [self._found[name] for name in tensors if name in self._found]
 
     def _add(self, results: _Found) -> None:

@@ -88,7 +88,7 @@ def parity(
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=say
         )
-        if self_test:
+        if self_test and say is not None:
             say("self-test: typical faults, one at a time")
         revealed = _self_test(torch, batch, dtype) if self_test else ()
     return replace(report, versions=_versions(), revealed=revealed)

@@ -136,7 +136,8 @@ def search(
     with followed("search", progress) as say:
 
         def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
-            say(f"{policy.source} on {devices} devices in {runtime}")
+            if say is not None:
+                say(f"{policy.source} on {devices} devices in {runtime}")
             return planner(runtime, policy, devices, work)
 
         return _findings(comparison, policies, planned, usable, node or NODE)

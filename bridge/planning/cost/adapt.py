@@ -67,12 +67,12 @@ def _with_inner(policy: ShardingPolicy, node: int) -> ShardingPolicy:
     if size != "all":
         raise PlanError(f'--node: expected {outer} = "all" in [mesh] of {policy.source}, got {size!r}')
     # Model axes are innermost: they stay within a node.
-    beside = math.prod(int(ranks) for _, ranks in model)
-    if node % beside:
+    model_devices = math.prod(int(ranks) for _, ranks in model)
+    if node % model_devices:
         raise PlanError(
-            f"--node: expected a multiple of the {beside} devices on model axes of {policy.source}, got {node}"
+            f"--node: expected a multiple of the {model_devices} devices on model axes of {policy.source}, got {node}"
         )
-    return replace(policy, mesh={outer: size, inner: node // beside, **dict(model)})
+    return replace(policy, mesh={outer: size, inner: node // model_devices, **dict(model)})
 
 
 def with_frozen(model: Model, patterns: Sequence[str]) -> Model:

@@ -52,8 +52,8 @@ def exchanges(
     for number, module in enumerate(styled):
         around = [path for path in outward(module.path) if path in units]
         runs = 1 + sum(bool(units[path].recompute) for path in around)
-        beside = [other for other in styled if (other.parent, other.axis) == (module.parent, module.axis)]
-        beside = [other for other in beside if not other.embeds]
+        siblings = [other for other in styled if (other.parent, other.axis) == (module.parent, module.axis)]
+        siblings = [other for other in siblings if not other.embeds]
         after = styled[number + 1 :]
         needed: list[tuple[str, int, int]] = []
         if module.embeds:
@@ -64,9 +64,9 @@ def exchanges(
             own = f"{around[0]}.".lstrip(".")
             last = not any(other.style == "rowwise" and other.path.startswith(own) for other in after)
             needed.append(("all_reduce", module.shape[0], runs - (last and bool(units[around[0]].recompute))))
-            if not any(other.style == "colwise" and other not in after for other in beside):
+            if not any(other.style == "colwise" and other not in after for other in siblings):
                 needed.append(("all_gather", module.shape[1], 1))
-        elif any(other.style == "rowwise" and other in after for other in beside):
+        elif any(other.style == "rowwise" and other in after for other in siblings):
             key = module.parent, module.axis, module.shape[1]
             needed += [] if key in entered else [("all_reduce", module.shape[1], 1)]
             entered.add(key)

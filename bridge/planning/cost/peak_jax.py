@@ -16,7 +16,7 @@ class _Sizes:
     """Bytes of one unit's buffers on a device.
 
     gathered: compute weights, if they are gathered for each use. ahead: the same, if the gather happens before the unit
-    runs. raw: unreduced gradients by parameter. buffer: these in one array, to be reduced. beside: the buffer while the
+    runs. raw: unreduced gradients by parameter. buffer: these in one array, to be reduced. reducing: buffer, while the
     next unit's backward runs. output: the step's gradients. late: a microbatch's gradients that are reduced only at the
     end of the step. micro: a microbatch's gradients next to the outputs. sums: those of earlier microbatches next to
     the outputs. updated: new main weights next to the old ones. freed: whole compute weights that backward frees.
@@ -27,7 +27,7 @@ class _Sizes:
     ahead: int
     raw: int
     buffer: int
-    beside: int
+    reducing: int
     output: int
     late: int
     micro: int
@@ -61,7 +61,7 @@ class _Sizes:
             ahead=ahead if prefetch else 0,
             raw=sum(g.numel * g.compute_bytes for g in trained),
             buffer=buffer,
-            beside=buffer if prefetch else 0,
+            reducing=buffer if prefetch else 0,
             output=sum(g.size(g.strategy.optimizer) * g.grad_bytes for g in trained),
             late=left,
             micro=left + (reduced if microbatches > 1 else 0),
@@ -200,7 +200,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                     - sum(sizes[path].freed for path in finished if path not in [*looping, *unread]),
                 },
             )
-            reducing = sizes[finished[-1]].beside
+            reducing = sizes[finished[-1]].reducing
 
 
 def _gathered(

@@ -16,7 +16,7 @@ class _Sizes:
 
     gathered: compute weights, if they are gathered for each use. ahead: the same, if the gather happens before the unit
     runs. raw: unsharded gradients. half: half of these with padding, above which they get a buffer if weights are kept.
-    buffer: this buffer. beside: what is reduced while the next unit's backward runs. done: reduced gradients. before:
+    buffer: this buffer. reducing: what is reduced while the next unit's backward runs. done: reduced gradients. before:
     sums of earlier microbatches, which the reduced gradients replace.
     """
 
@@ -25,7 +25,7 @@ class _Sizes:
     raw: int
     half: int
     buffer: int
-    beside: int
+    reducing: int
     done: int
     before: int
 
@@ -44,7 +44,7 @@ class _Sizes:
             raw=sum(g.numel * g.compute_bytes for g in trained),
             half=sum(g.size(0) * g.compute_bytes for g in trained) // 2,
             buffer=buffer,
-            beside=buffer if prefetch else 0,
+            reducing=buffer if prefetch else 0,
             done=sum(g.gradient_size(g.strategy.optimizer, "torch") * g.grad_bytes for g in trained),
             before=sum(_left_before(g) for g in trained) if microbatches > 1 else 0,
         )
@@ -118,7 +118,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         )
         finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
         if finished:
-            reducing = finished[-1].beside
+            reducing = finished[-1].reducing
 
 
 def _collecting(before: int, made: int, unit: _Sizes) -> int:

@@ -259,12 +259,12 @@ class Order:
     ) -> tuple[Reduced, Tree, Arrays]:
         """Reduced gradients of each group, ``inner`` (gradients of units inside), and gradients of the ``inputs``."""
         last = self._last_issued(True)
-        beside = self.prefetch and not self.chained
-        if beside:
+        overlaps = self.prefetch and not self.chained
+        if overlaps:
             # Otherwise XLA may delay gradients of weights, and keep activations for them.
             gradients, inputs = fence((gradients, inputs))
         done = jnp.array(True)
-        if beside and last.reduced:
+        if overlaps and last.reduced:
             # XLA would drop an unused gate, and with the gate the wait of this unit's computation.
             done = last.reduced[-1]
             done = done if last.gate is None else jnp.logical_and(done, last.gate)
@@ -272,8 +272,8 @@ class Order:
         for group, values in zip(groups, gradients, strict=True):
             if not group.trainable:
                 reduced.append(())
-            elif beside:
-                reduced.append(self._reduce_beside(group, done, values))
+            elif overlaps:
+                reduced.append(self._reduce_overlapped(group, done, values))
             else:
                 # No collective may run during another (see hold): inner units' reductions, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
@@ -282,7 +282,7 @@ class Order:
                     values = hold_until(values, gate_after((inner, reduced)))
                 with jax.named_scope("reduce"):
                     reduced.append(group.reduce(values))
-        if beside:
+        if overlaps:
             if any(group.trainable for group in groups):
                 # ``done`` exists when the reductions do: the next reduction waits for it.
                 reduced, done = fence((reduced, jnp.array(True)))
@@ -294,7 +294,7 @@ class Order:
             reduced, inputs, last.gate = fence((reduced, inputs, last.gate))
         return reduced, inner, inputs
 
-    def _reduce_beside(
+    def _reduce_overlapped(
         self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
         def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:

@@ -102,9 +102,9 @@ class OrbaxReader(ClosedAtEnd):
             warn_caller(
                 f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish"
             )
-        if beside := items_beside(self.path, self._item):
+        if others := items_beside(self.path, self._item):
             warn_caller(
-                f"{self._item.parent} also contains {', '.join(beside)}, which is not read: only the item with arrays "
+                f"{self._item.parent} also contains {', '.join(others)}, which is not read: only the item with arrays "
                 "is read"
             )
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None

@@ -185,7 +185,7 @@ class ModelFiles:
 class FileKind:
     """How the files of a format are named.
 
-    ends: suffixes of their names. usual: names of files and indexes that are preferred, in this order. beside: names of
+    ends: suffixes of their names. usual: names of preferred files and indexes, in this order. ignored: names of
     other files with these suffixes that programs write next to a model. rank: prefix of the files that each rank wrote
     with its own pieces, if the format records in each file where the pieces belong. joins_ranks: whether files of
     several ranks are also joined if only their names say so.
@@ -193,7 +193,7 @@ class FileKind:
 
     ends: tuple[str, ...]
     usual: tuple[str, ...] = ()
-    beside: re.Pattern[str] | None = None
+    ignored: re.Pattern[str] | None = None
     rank: re.Pattern[str] | None = None
     joins_ranks: bool = False
 
@@ -264,7 +264,7 @@ class FileKind:
     def _candidates(self, directory: Path) -> list[str]:
         ends = (*self.ends, *(end + INDEX_END for end in self.ends))
         names = sorted(child.name for child in directory.iterdir() if child.name.endswith(ends))
-        return [name for name in names if self.beside is None or self.beside.fullmatch(name) is None]
+        return [name for name in names if self.ignored is None or self.ignored.fullmatch(name) is None]
 
 
 def indexed_files(index: Path) -> ModelFiles:

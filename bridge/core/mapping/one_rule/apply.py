@@ -79,7 +79,7 @@ class AppliedRule:
             stacked = [*groups[key], *of_weights.get(key, ())]
             counts = {index: 1 + max(values[index] for values in stacked) for index in gathered}
             first = {**at, **dict.fromkeys(counts, 0)}
-            beside = [
+            weight_entries = [
                 (entry, self.weights[name])
                 for entry in usual
                 if inputs != usual and (name := entry.path.format(first)) in self.weights
@@ -94,7 +94,7 @@ class AppliedRule:
                 self.scales,
                 self.axes,
                 self.power,
-                beside,
+                weight_entries,
             )
 
     @property

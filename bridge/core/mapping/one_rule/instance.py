@@ -44,7 +44,7 @@ class Axes:
 class Instance:
     """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices.
 
-    beside: a weight for each of its entries, if ``inputs_`` are other entries, of moments.
+    weight_entries: the weight of each entry, if ``inputs_`` are entries of moments.
     """
 
     rule: str
@@ -56,7 +56,7 @@ class Instance:
     scales: Mapping[str, TensorInfo]
     axes: Axes
     power: int
-    beside: Sequence[tuple[Entry, TensorInfo]]
+    weight_entries: Sequence[tuple[Entry, TensorInfo]]
 
     def outputs(self) -> Iterator[tuple[str, View, Plain | None]]:
         infos = [self._infos(entry) for entry in self.inputs_]
@@ -178,7 +178,7 @@ class Instance:
 
     def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
         shapes = [(entry, members[0]) for entry, members in zip(self.inputs_, infos, strict=True)]
-        sizes = self._solved(shapes, self._solved(self.beside, {**self.axes.sizes, **self.counts}))
+        sizes = self._solved(shapes, self._solved(self.weight_entries, {**self.axes.sizes, **self.counts}))
         for entry in self.outputs_:
             assert entry.expression is not None
             if entry.expression.axes() <= sizes.keys():
@@ -230,7 +230,7 @@ class Instance:
         shapes = [(e, members[0]) for e, members in zip(self.inputs_, infos, strict=True)]
         equations = [
             equation
-            for entry, info in (*shapes, *self.beside)
+            for entry, info in (*shapes, *self.weight_entries)
             if entry.expression is not None
             for equation in equations_of(entry.expression, info.shape, sizes, self.axes.alias)
         ]
