@@ -51,7 +51,11 @@ def _write_example(context: typer.Context, folder: Path | None) -> None:
         return
     from bridge.examples.write import write_example
 
-    json = "--json" in sys.argv[1:]  # not parsed yet: --example comes before missing arguments are noticed
+    # Not parsed yet, because --example comes before missing arguments are noticed.
+    json = "--json" in sys.argv[1:]
+    own = {str(context.info_name), "--json", "--example", str(folder), f"--example={folder}"}
+    if others := [word for word in sys.argv[1:] if word not in own]:
+        raise typer.BadParameter(f"expected a folder and no other arguments, got {' '.join(others)}")
     with user_errors(json=json):
         text = write_example(str(context.info_name), folder)
     if json:

@@ -70,6 +70,15 @@ def test_an_example_is_written_as_it_ships_and_says_what_to_run(command: str, he
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
+def test_arguments_that_an_example_would_ignore_are_refused(command: str, here: Path) -> None:
+    result = call(command, "--example", "new", "other")
+    assert result.exit_code == 2
+    assert "--example" in result.stderr
+    assert "expected a folder and no other arguments, got other" in " ".join(result.stderr.split())
+    assert [*here.iterdir()] == []
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_an_example_replaces_nothing(command: str, here: Path) -> None:
     (here / "full").mkdir()
     (here / "full" / "mine.txt").write_text("mine")

@@ -23,10 +23,12 @@ def visualize(model: nn.Module | torch.Tensor, name: str = "") -> HoldingsDrawin
     name: draws only the parameter of this name, or those of the module of this name.
 
     Raises ValueError where the model has no sharded parameter of that name, and where tensor-parallel axes cut a tensor
-    unevenly, so that a rank does not know the rows of all others; TypeError for a tensor that is no DTensor.
+    unevenly, so that a rank does not know the rows of all others; TypeError for anything but a module or a DTensor.
     """
     if isinstance(model, torch.Tensor):
         sharded = {name: checked_dtensor(model)}
+    elif not isinstance(model, nn.Module):
+        raise TypeError(f"visualize: expected a module or a DTensor, got {type(model).__name__}")
     else:
         named = named_main_parameters(model)
         sharded = {path: param for path, param in named if isinstance(param, DTensor) and _is_at(path, name)}

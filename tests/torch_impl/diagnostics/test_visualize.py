@@ -59,5 +59,7 @@ def test_a_model_is_drawn_alike_on_all_ranks() -> None:
     assert len(visualize(model, "1").tensors) == 4
     with pytest.raises(ValueError, match=r"at or below 'none', got FSDPSequential without any"):
         visualize(model, "none")
+    with pytest.raises(TypeError, match="visualize: expected a module or a DTensor, got int"):
+        visualize(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a DTensor, got Tensor"):
         visualize(torch.zeros(3))
