@@ -23,14 +23,14 @@ from bridge.core.views import Viewed
 
 _WIDTH, _BAR = 80, 60
 Holding = tuple[tuple[Box, ...], tuple[int, ...]]
-"""Boxes of a tensor, none for nothing, and the devices that hold these."""
+"""Boxes of a tensor, and the devices that hold these boxes. Devices without boxes hold nothing of the tensor."""
 Run = tuple[int, int | None, str, str]
 """Cells of a bar, the first device that holds these rows (None: no device), all such devices, and what they hold."""
 
 
 @dataclass(frozen=True)
 class TensorHoldings:
-    """Where a tensor lies. ``alike``: how many further tensors of the same shape lie in the same way."""
+    """The devices that hold a tensor. ``alike``: the number of further tensors with the same shape and holdings."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TensorHoldings:
 
 @dataclass(frozen=True, repr=False)
 class HoldingsDrawing(Viewed):
-    """Of each of ``tensors`` which device holds which rows; ``print`` draws it, and a notebook shows it as bars."""
+    """The devices that hold each of ``tensors``: ``print`` draws bars as text, a notebook shows them in colour."""
 
     title: str
     tensors: tuple[TensorHoldings, ...]
@@ -112,16 +112,16 @@ class HoldingsDrawing(Viewed):
 def draw_holdings(
     title: str, tensors: Iterable[tuple[str, Sequence[int], Mapping[int, Sequence[Box]]]]
 ) -> HoldingsDrawing:
-    """Draw tensors from ``(name, shape, boxes by device)``, of which those that lie alike share a drawing.
+    """Draw tensors from ``(name, shape, boxes by device)``. Equal holdings share a drawing if the names also match.
 
-    Tensors are alike when their names differ in numbers only, as those of equal layers do.
+    Names match if they differ only in numbers, as the names of equal layers do.
     """
     alike: dict[tuple[str, tuple[int, ...], tuple[Holding, ...]], list[str]] = defaultdict(list)
     for name, shape, by_device in tensors:
         holders: dict[tuple[Box, ...], list[int]] = defaultdict(list)
         for device, boxes in sorted(by_device.items()):
             holders[tuple(boxes)].append(device)
-        # By the first row, nothing last.
+        # Sorted by the first row. Devices that hold nothing come last.
         holdings = sorted(
             ((boxes, tuple(devices)) for boxes, devices in holders.items()), key=lambda own: (not own[0], own)
         )
