@@ -158,7 +158,9 @@ def _on_both(run: Callable[..., Any], args: tuple[Any, ...]) -> list[dict[str, A
             error.add_note(f"by {engine.package.__name__}")
             raise
         of_engines.append(_plain(facts if isinstance(facts, dict) else {RETURNED: facts}))
-        dist.barrier()
+        # The ranks wait for each other before the other engine runs. gloo's barrier would also wait for earlier
+        # collectives that are still listed as running, and raise the error of a collective that a program saw fail.
+        dist.all_reduce(torch.zeros(1))
     return of_engines
 
 
