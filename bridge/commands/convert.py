@@ -48,6 +48,15 @@ def convert(
         TargetFormat | None,
         typer.Option("--to", case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="TEMPLATE",
+            help="A checkpoint that the program saved that will restore DST, freshly initialised: DST gets exactly its "
+            "tree.",
+        ),
+    ] = None,
     mapping: MappingOptions,
     content: ContentOptions,
     run: RunOptions,
@@ -83,6 +92,7 @@ def convert(
         companions=content.companions,
         items=run.items,
         write_items=write_items,
+        like=like,
         **translation,
     )
     with user_errors(json=json):

@@ -49,6 +49,8 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
     """Print the other facts: files copied along, rounded tensors, dropped names."""
     for remark in report.remarks:
         print_line(out, f"note: {remark}")
+    for line in grouped(report.filled.items()):
+        print_line(out, f"not in the source: {line}")
     if report.companions:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:

@@ -55,7 +55,8 @@ class ConvertReport(Viewed):
     whether the source's checksums, if any, were compared. companions: files that were copied, such as `config.json`.
     kept: companions that a replaced checkpoint had and the source lacks. not_copied: why other companions were not
     copied. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files next to the source
-    that look like weights, each with the reason why it was not read. The report is true if `complete` is.
+    that look like weights, each with the reason why it was not read. filled: by name in the destination, the content of
+    leaves that the source lacks, see `template.py`. The report is true if `complete` is.
     """
 
     source: Path | str
@@ -77,6 +78,7 @@ class ConvertReport(Viewed):
     conventions: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
+    filled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -123,6 +125,7 @@ def report_of(
         conventions=conversion.conventions,
         remarks=conversion.remarks,
         left_alone=conversion.left_alone,
+        filled=conversion.filled,
     )
 
 
@@ -238,11 +241,12 @@ def convert(
     step: Step | None = None,
     write_items: Sequence[str] = (),
     optimizer_order: str | None = None,
+    like: str | os.PathLike[str] | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items,
-    optimizer_order: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify:
+    optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify:
     whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch
     for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an
     earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed.
@@ -273,6 +277,7 @@ def convert(
         items=items,
         write_items=write_items,
         optimizer_order=optimizer_order,
+        like=like,
     )
     return convert_with(src, dst, options, replace=replace, resume=resume, progress=progress, workers=workers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.convert.template import template_at
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
 from bridge.core.formats import Format, format_named, open_checkpoint
@@ -72,6 +74,7 @@ class ConvertOptions:
     items: Sequence[str] = ()
     write_items: Sequence[str] = ()
     optimizer_order: str | None = None
+    like: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.to is not None:
@@ -97,6 +100,7 @@ class Conversion:
     that are not copied, dropped or not selected. inexact: names in the destination of tensors that the mapping
     calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
+    filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
     """
 
     source: Path | str
@@ -113,6 +117,7 @@ class Conversion:
     conventions: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
+    filled: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def nbytes(self) -> int:
@@ -153,6 +158,7 @@ def planned(
     with (
         ExitStack() as planning,
         open_checkpoint(source, verify=options.verify, items=options.items) as whole,
+        template_at(options.like) as template,
     ):
         planning.enter_context(collection_paused())
         reader = held = checked(whole) if options.verify else whole
@@ -169,8 +175,16 @@ def planned(
                 # A part of a model may lack tensors that rules require, or that determine sizes.
                 table = with_stored_sizes(table, held).part()
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
-        target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
-        plan = _translation(reader, target, table, options)
+        filled: Mapping[str, str] = {}
+        if template is not None:
+            target = options.to or template.format
+            fitted = template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
+            plan, reader, filled = fitted.plan, fitted.reader, fitted.filled
+            held = reader
+            casts = {**{glob.escape(name): dtype for name, dtype in fitted.dtypes.items()}, **casts}
+        else:
+            target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
+            plan = _translation(reader, target, table, options)
         outputs = apply_casts(plan.tensors.values(), casts)
         require_dtypes(whole, outputs.values(), target)
         kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
@@ -194,6 +208,7 @@ def planned(
             conventions=plan.conventions,
             remarks=plan.remarks,
             left_alone=unread,
+            filled=filled,
         )
         planning.close()
         yield conversion, reader

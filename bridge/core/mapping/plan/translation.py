@@ -283,7 +283,7 @@ class _Planner:
     ) -> tuple[dict[TreePath, object], str]:
         """Empty parts of an optax chain, and which optimizer it fits; nothing if a checkpoint records its chain."""
         usual = self.mapping.conventions[self.target.name].states
-        if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
+        if self.to != "orbax" or not self.target.is_tree or self.target.states != usual or self.wanted:
             return {}, ""
         return completed(self.target, [section for section in outputs if outputs[section]], taken)
 

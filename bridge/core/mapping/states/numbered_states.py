@@ -93,9 +93,7 @@ class NamedStates(AlteredReader):
         self._names = names
         tensors: dict[str, TensorInfo] = {}
         for old, info in reader.tensors.items():
-            path = info.path
-            if is_numbered(path) and int(path[-2]) in names.get(path[:-3], {}):
-                path = (*path[:-2], names[path[:-3]][int(path[-2])], path[-1])
+            path = self.renamed(info.path)
             name = old if path == info.path else ".".join(map(str, path))
             self._numbered[name] = old
             tensors[name] = dataclasses.replace(info, name=name, path=path)
@@ -104,6 +102,12 @@ class NamedStates(AlteredReader):
             name: self.unreadable[old] for name, old in self._numbered.items() if old in self.unreadable
         }
         self.objects = ReadWhenAsked(reader.object_paths, self._object)
+
+    def renamed(self, path: TreePath) -> TreePath:
+        """The path here of the leaf at ``path`` of the wrapped reader."""
+        if is_numbered(path) and int(path[-2]) in self._names.get(path[:-3], {}):
+            return (*path[:-2], self._names[path[:-3]][int(path[-2])], path[-1])
+        return path
 
     def _own(self, name: str) -> str:
         return self._numbered[name]

@@ -1,0 +1,282 @@
+"""Conversion into the tree that another program restores, told by a checkpoint that the program saved: the template.
+
+    template                             destination
+    params/<w>                           the source's weight, in the template's dtype
+    opt_state/1/0/mu/<w>                 the source's first moment
+    opt_state/1/0/count                  the source's step
+    opt_state/1/2/count                  the source's step, which a schedule counts, too
+    opt_state/0 (empty), rngs/key        the template's own, because the source has neither
+
+The destination has exactly the template's leaves. The report names every leaf that the source lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from bridge.checkpoints.ground.selection import STATE_ROOTS
+from bridge.core.formats import Format, format_named, open_checkpoint
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.leaves import LEAVES, empty_kind, kinds_of
+from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
+from bridge.core.mapping.language.conventions import path_of_scales
+from bridge.core.mapping.language.relation import identity
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.instance import View
+from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan, joined_name
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
+from bridge.core.mapping.states.equal_names import SOURCE, TARGET, table_of_equal_names
+from bridge.core.mapping.states.notes import PLACES, kind_of
+from bridge.core.mapping.states.numbered_states import NamedStates, with_named_states
+from bridge.core.mapping.states.source_tree import find
+from bridge.core.mapping.states.step_values import with_step_tensors
+from bridge.core.text import first_of
+
+_OWN = "template:"
+"""Before the names of the template's leaves, among those of the source."""
+
+_STEPS = frozenset({"step", "count", "gradient_step"})
+"""Last keys of step counts: of torch, optax and MaxText; ``gradient_step`` of ``optax.MultiSteps``."""
+
+_LISTS = frozenset({"params", "param_names"})
+"""Keys of torch's parameter groups that only tell which weights a group has."""
+
+_MOST_PROBLEMS = 8
+_UNCHANGED = "as in the template"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan with exactly the template's leaves, and the reader that has them and the source's.
+
+    dtypes: the template's, by name in the destination, where they differ from the source's. filled: by name in the
+    destination, the content of each leaf that the source lacks.
+    """
+
+    plan: TranslationPlan
+    reader: CheckpointReader
+    dtypes: Mapping[str, np.dtype]
+    filled: Mapping[str, str]
+
+
+@contextmanager
+def template_at(path: str | os.PathLike[str] | None) -> Iterator[Template | None]:
+    """The opened template, until the end of the block; None without a path."""
+    if path is None:
+        yield None
+        return
+    with open_checkpoint(path) as reader:
+        yield Template(reader)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A checkpoint that the destination's program saved, with the tree that the program restores."""
+
+    reader: CheckpointReader
+
+    @property
+    def format(self) -> Format:
+        """The format of the destination: the template's, or the writable format with the same tree."""
+        return format_named(kind_of(self.reader.format))
+
+    def fitted(
+        self,
+        source: CheckpointReader,
+        table: MappingTable | None,
+        from_: str | None,
+        into: str | None,
+        to: Format,
+        order: str | None,
+    ) -> Fitted:
+        """Plan the translation of ``source`` into the template's tree.
+
+        table: None if both have the same names. from_, into: the conventions of source and template, if names do not
+        tell. order: see `with_named_states`, for the template's optimizer. Raises CheckpointError with all leaves that
+        do not fit.
+        """
+        if table is None:
+            table, from_, into = table_of_equal_names(source, self.reader), SOURCE, TARGET
+        named = with_named_states(with_step_tensors(self.reader), table, order)
+        tree = find(named.tensors.values(), table, into, str(self.reader.path))
+        plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
+        return _Fit(source, self.reader, named, plan, to).fitted()
+
+
+class _BothReader(AlteredReader):
+    """``reader`` with the leaves of the template, under names that begin with `_OWN`."""
+
+    def __init__(self, reader: CheckpointReader, template: CheckpointReader) -> None:
+        super().__init__(reader)
+        self._template = template
+        own = {_OWN + name: info.named(_OWN + name, info.path) for name, info in template.tensors.items()}
+        self.tensors = {**reader.tensors, **own}
+        paths = {_OWN + name: path for name, path in template.object_paths.items()}
+        self.object_paths = {**reader.object_paths, **paths}
+        self.objects = ReadWhenAsked(self.object_paths, self._object)
+        own_kinds = {_OWN + name: leaf_kind for name, leaf_kind in kinds_of(template).items()}
+        self.kinds = {**kinds_of(reader), **own_kinds}
+
+    def _own(self, name: str) -> str | None:
+        return None if name.startswith(_OWN) else name
+
+    def _made(self, name: str, box: Box | None) -> np.ndarray:
+        return self._template.read(name.removeprefix(_OWN), box)
+
+    def _object(self, name: str) -> object:
+        reader = self._template if name.startswith(_OWN) else self._reader
+        return reader.objects[name.removeprefix(_OWN)]
+
+
+@dataclass
+class _Fit:
+    """The work of `Template.fitted`. named: the template with names for numbers. plan: at the template's places."""
+
+    source: CheckpointReader
+    template: CheckpointReader
+    named: CheckpointReader
+    plan: TranslationPlan
+    to: Format
+    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    objects: dict[str, tuple[TreePath, str]] = field(default_factory=dict)
+    notes: dict[str, tuple[TreePath, object]] = field(default_factory=dict)
+    dtypes: dict[str, np.dtype] = field(default_factory=dict)
+    filled: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def fitted(self) -> Fitted:
+        for own, info in self.template.tensors.items():
+            self._tensor(own, info)
+        for own, path in self.template.object_paths.items():
+            if path not in (LEAVES, PLACES):
+                self._object(own, path)
+        dropped = (*self.plan.dropped, *self._without_place())
+        if self.problems:
+            raise CheckpointError(
+                f"{self.source.path} does not fit the template {self.template.path}: "
+                f"{first_of(self.problems, _MOST_PROBLEMS)}"
+            )
+        plan = dataclasses.replace(
+            self.plan, tensors=self.tensors, objects=self.objects, notes=self.notes, dropped=dropped
+        )
+        return Fitted(plan, _BothReader(self.source, self.template), self.dtypes, self.filled)
+
+    def _tensor(self, own: str, info: TensorInfo) -> None:
+        """Plan the destination's tensor at the path of the template's tensor ``own``."""
+        name = joined_name(info.path, self.to)
+        planned = self.plan.tensors.get(self._planned_name(info.path))
+        content: View | np.ndarray
+        if planned is None:
+            step = self._step_at(info.path) if _is_count(info.path) and info.numel == 1 else None
+            if step is None:
+                content, self.filled[name] = identity(_OWN + own, info.shape, info.dtype), _UNCHANGED
+            else:
+                content, self.filled[name] = self._count(name, step, info), f"the source's step, {step}"
+        elif _is_count(info.path) and info.numel == 1:
+            content = self._count(name, self._value(planned), info)
+        else:
+            content = planned.content
+            if planned.shape != info.shape:
+                self.problems.append(
+                    f"{name}: expected shape {list(info.shape)} as in the template, got {list(planned.shape)}"
+                )
+            if planned.dtype != info.dtype:
+                self.dtypes[name] = info.dtype
+        self.tensors[name] = PlannedTensor(name, info.path, content)
+
+    def _count(self, name: str, value: float, info: TensorInfo) -> np.ndarray:
+        content = np.full(info.shape, value, info.dtype)
+        if float(content.flat[0]) != value:
+            self.problems.append(f"{name}: expected a step that {info.dtype.name} can store, got {value:g}")
+        return content
+
+    def _object(self, own: str, path: TreePath) -> None:
+        """Plan the destination's object at the path of the template's object ``own``."""
+        name, planned_name = joined_name(path, self.to), self._planned_name(path)
+        value = value_of(self.template, own)
+        if (planned := self.plan.tensors.get(planned_name)) is not None:
+            self.notes[name] = path, type(value)(self._value(planned)) if isinstance(value, int | float) else value
+        elif _is_count(path) and isinstance(value, int | float) and (step := self._step_at(path)) is not None:
+            self.notes[name], self.filled[name] = (path, type(value)(step)), f"the source's step, {step}"
+        elif planned_name in self.plan.objects and path[-1] not in _LISTS and empty_kind(value) is None:
+            self.objects[name] = path, self.plan.objects[planned_name][1]
+        elif planned_name in self.plan.notes and path[-1] not in _LISTS and empty_kind(value) is None:
+            self.notes[name] = path, self.plan.notes[planned_name][1]
+        else:
+            self.objects[name] = path, _OWN + own
+            if empty_kind(value) is None and path[-1] not in _LISTS:
+                self.filled[name] = _UNCHANGED
+
+    def _without_place(self) -> Iterator[str]:
+        """The names of what the template has no place for. A weight without a place is a problem."""
+        placed = {self._planned_name(info.path) for info in self.template.tensors.values()}
+        placed |= {self._planned_name(path) for path in self.template.object_paths.values()}
+        # A cast decodes moments with scales, and then drops the scales.
+        scales = {path_of_scales(tensor.path) for tensor in self.plan.tensors.values() if tensor.name in placed}
+        for name, tensor in self.plan.tensors.items():
+            if name in placed:
+                continue
+            if tensor.path in scales:
+                self.tensors[name] = tensor
+            elif str(tensor.path[0]).partition(".")[0] not in STATE_ROOTS:
+                self.problems.append(
+                    f"{name}: expected a place in the template for the weight {first_of(tensor.sources)}, found none; "
+                    "leave it out (--drop) if the other program has no such weight"
+                )
+            else:
+                yield from tensor.sources or (name,)
+        for name, (path, old) in self.plan.objects.items():
+            if name in placed:
+                continue
+            # Orbax keeps other values outside the tree, where no program restores them.
+            if self.to == "orbax" and empty_kind(value_of(self.source, old)) is None:
+                self.objects[name] = path, old
+            else:
+                yield old
+        self.notes |= {name: note for name, note in self.plan.notes.items() if note[0] == PLACES}
+
+    def _planned_name(self, path: TreePath) -> str:
+        """The name in the plan of a leaf of the template."""
+        return joined_name(self.named.renamed(path) if isinstance(self.named, NamedStates) else path, self.to)
+
+    def _value(self, tensor: PlannedTensor) -> float:
+        return float(tensor.read(self.source, Box.whole(tensor.shape)).item())
+
+    def _step_at(self, path: TreePath) -> int | None:
+        """The source's step for a count at ``path`` that the source lacks; None if the template's count is kept.
+
+        A count is kept if all arrays next to it and below are the template's, because their state begins anew.
+        """
+        node = path[:-2] if path[-1] == "value" else path[:-1]
+        arrays = [info for info in self.template.tensors.values() if info.shape and info.path[: len(node)] == node]
+        if arrays and not any(self._planned_name(info.path) in self.plan.tensors for info in arrays):
+            return None
+        if len(self._steps) > 1:
+            (first, one), (second, other) = list(self._steps.items())[:2]
+            self.problems.append(
+                f"{joined_name(path, self.to)}: expected one step in the source, got {one} in {first} and {other} in "
+                f"{second}"
+            )
+        return next(iter(self._steps.values()), None)
+
+    @cached_property
+    def _steps(self) -> dict[str, int]:
+        """A planned count for each different step of the source's optimizer."""
+        values: dict[int, str] = {}
+        for name, tensor in self.plan.tensors.items():
+            if _is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS:
+                values.setdefault(int(self._value(tensor)), name)
+        return {name: value for value, name in values.items()}
+
+
+def _is_count(path: TreePath) -> bool:
+    last = path[-2] if len(path) > 1 and path[-1] == "value" else path[-1]
+    return str(last).rpartition(".")[2] in _STEPS
