@@ -246,14 +246,14 @@ def convert(
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items,
-    optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify:
-    whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch
-    for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an
-    earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed.
-    progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows a bar in a notebook
-    and on a terminal, and False shows none. workers: threads, default by cores; memory grows with it, about 64 MiB
-    each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with the parts that are there where the store
-    lists them (S3).
+    optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps.
+    verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums
+    then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go
+    on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written
+    to be resumed. progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows a
+    bar in a notebook and on a terminal, and False shows none. workers: threads, default by cores; memory grows with
+    it, about 64 MiB each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with the parts that are
+    there where the store lists them (S3).
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError

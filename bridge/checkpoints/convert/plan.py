@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.convert.template import template_at
+from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
 from bridge.core.formats import Format, format_named, open_checkpoint
@@ -178,7 +178,9 @@ def planned(
         filled: Mapping[str, str] = {}
         if template is not None:
             target = options.to or template.format
-            fitted = template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
+            fitted = template.fitted(
+                reader, table, options.from_, options.into, target, options.optimizer_order
+            )
             plan, reader, filled = fitted.plan, fitted.reader, fitted.filled
             held = reader
             casts = {**{glob.escape(name): dtype for name, dtype in fitted.dtypes.items()}, **casts}

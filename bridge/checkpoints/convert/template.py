@@ -103,11 +103,13 @@ class Template:
         tell. order: see `with_named_states`, for the template's optimizer. Raises CheckpointError with all leaves that
         do not fit.
         """
+        translated = table is not None
         if table is None:
             table, from_, into = table_of_equal_names(source, self.reader), SOURCE, TARGET
         named = with_named_states(with_step_tensors(self.reader), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
+        plan = plan if translated else dataclasses.replace(plan, conventions=None)
         return _Fit(source, self.reader, named, plan, to).fitted()
 
 
@@ -203,7 +205,10 @@ class _Fit:
         name, planned_name = joined_name(path, self.to), self._planned_name(path)
         value = value_of(self.template, own)
         if (planned := self.plan.tensors.get(planned_name)) is not None:
-            self.notes[name] = path, type(value)(self._value(planned)) if isinstance(value, int | float) else value
+            self.notes[name] = (
+                path,
+                type(value)(self._value(planned)) if isinstance(value, int | float) else value,
+            )
         elif _is_count(path) and isinstance(value, int | float) and (step := self._step_at(path)) is not None:
             self.notes[name], self.filled[name] = (path, type(value)(step)), f"the source's step, {step}"
         elif planned_name in self.plan.objects and path[-1] not in _LISTS and empty_kind(value) is None:
@@ -220,7 +225,9 @@ class _Fit:
         placed = {self._planned_name(info.path) for info in self.template.tensors.values()}
         placed |= {self._planned_name(path) for path in self.template.object_paths.values()}
         # A cast decodes moments with scales, and then drops the scales.
-        scales = {path_of_scales(tensor.path) for tensor in self.plan.tensors.values() if tensor.name in placed}
+        scales = {
+            path_of_scales(tensor.path) for tensor in self.plan.tensors.values() if tensor.name in placed
+        }
         for name, tensor in self.plan.tensors.items():
             if name in placed:
                 continue
@@ -236,8 +243,10 @@ class _Fit:
         for name, (path, old) in self.plan.objects.items():
             if name in placed:
                 continue
+            if empty_kind(value_of(self.source, old)) is not None:
+                continue
             # Orbax keeps other values outside the tree, where no program restores them.
-            if self.to == "orbax" and empty_kind(value_of(self.source, old)) is None:
+            if self.to == "orbax":
                 self.objects[name] = path, old
             else:
                 yield old
@@ -256,7 +265,9 @@ class _Fit:
         A count is kept if all arrays next to it and below are the template's, because their state begins anew.
         """
         node = path[:-2] if path[-1] == "value" else path[:-1]
-        arrays = [info for info in self.template.tensors.values() if info.shape and info.path[: len(node)] == node]
+        arrays = [
+            info for info in self.template.tensors.values() if info.shape and info.path[: len(node)] == node
+        ]
         if arrays and not any(self._planned_name(info.path) in self.plan.tensors for info in arrays):
             return None
         if len(self._steps) > 1:

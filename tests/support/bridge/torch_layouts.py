@@ -116,5 +116,7 @@ LAYOUTS = (
     Layout("numbered", _numbered(_same), _load_numbered, numbered=True),
     Layout("step is an int", _numbered(lambda step: int(step)), _load_numbered, numbered=True),
     Layout("step of shape [1]", _numbered(lambda step: step.reshape(1)), _load_numbered, numbered=True),
-    Layout("step in the group", _numbered(lambda step: int(step), in_group=True), _load_numbered, numbered=True),
+    Layout(
+        "step in the group", _numbered(lambda step: int(step), in_group=True), _load_numbered, numbered=True
+    ),
 )

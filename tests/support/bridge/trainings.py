@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 MAPPING = {
@@ -109,13 +106,17 @@ def _only_last(model: Model) -> list[dict[str, Any]]:
 
 
 def _of_last(params: Any) -> Any:
-    return {name: jax.tree.map(lambda _: "train" if name == "last" else "freeze", part) for name, part in params.items()}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "train" if path[0].key == "last" else "freeze", params
+    )
 
 
 CHAINS = (
     Chain("adamw", adamw, _torch_adamw),
     Chain("adamw(schedule)", lambda: adamw(rate_at), _torch_adamw, falling=True),
-    Chain("clip, adamw", lambda: optax.chain(optax.clip_by_global_norm(0.5), adamw()), _torch_adamw, clip=0.5),
+    Chain(
+        "clip, adamw", lambda: optax.chain(optax.clip_by_global_norm(0.5), adamw()), _torch_adamw, clip=0.5
+    ),
     Chain(
         "clip, adamw(schedule)",
         lambda: optax.chain(optax.clip_by_global_norm(0.5), adamw(rate_at)),
@@ -145,7 +146,12 @@ CHAINS = (
         _only_last,
     ),
     Chain("sgd", lambda: optax.sgd(RATE, momentum=0.9), _torch_sgd),
-    Chain("radam(schedule)", lambda: optax.radam(rate_at, *BETAS, eps=EPS), lambda g: torch.optim.RAdam(g, RATE, BETAS, EPS), falling=True),
+    Chain(
+        "radam(schedule)",
+        lambda: optax.radam(rate_at, *BETAS, eps=EPS),
+        lambda g: torch.optim.RAdam(g, RATE, BETAS, EPS),
+        falling=True,
+    ),
 )
 
 
@@ -213,7 +219,5 @@ class OptaxTraining:
     def restore(self, path: Path) -> None:
         """By stock Orbax, into the tree of a new training."""
         with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(
-                path.absolute(), {"params": self.params, "opt_state": self.state}
-            )
+            restored = checkpointer.restore(path.absolute(), {"params": self.params, "opt_state": self.state})
         self.params, self.state = restored["params"], restored["opt_state"]

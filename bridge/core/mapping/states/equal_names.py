@@ -8,7 +8,6 @@ The weights need no translation. The mapping tells which moments belong to which
 
 from __future__ import annotations
 
-import itertools
 from typing import Final
 
 from bridge.core.formats.tensors.base import CheckpointReader
@@ -23,25 +22,27 @@ from bridge.core.text import first_of
 SOURCE: Final = "source"
 TARGET: Final = "template"
 
-_MOST_KEYS = 3
-"""The most keys above the weights: ``params/params/decoder`` of flax and MaxText has two."""
+_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
+"""Keys above all weights that optimizer states may lack."""
 
 
 def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> MappingTable:
-    """The mapping from convention `SOURCE` to `TARGET`. MappingError if the names differ."""
+    """The mapping from convention `SOURCE` to `TARGET`. MappingError if most names differ."""
     sides = {SOURCE: source, TARGET: target}
     separators = {name: "/" if reader.format in TREE_FORMATS else "." for name, reader in sides.items()}
-    ours, theirs = _names(source), _names(target)
-    pairs = itertools.product(_without_beginnings(ours), _without_beginnings(theirs))
-    shared, union = max(((a & b, a | b) for a, b in pairs), key=lambda pair: len(pair[0]))
-    if not shared:
+    ours, theirs = _weights(source), _weights(target)
+    shared = ours & theirs
+    if 2 * len(shared) <= len(ours | theirs):
+        examples = [
+            first_of(sorted(".".join(keys) for keys in names - shared), 2) for names in (ours, theirs)
+        ]
         raise MappingError(
             f"expected a mapping (--mapping) from {source.path} to {target.path}, whose weights have other names: "
-            f"{first_of(list(map('.'.join, ours)), 2)} and {first_of(list(map('.'.join, theirs)), 2)}"
+            f"{len(shared)} of {len(ours)} names are equal, but not {examples[0]}, and there {examples[1]}"
         )
     rules = tuple(
         Rule({side: (Entry.parse(mark.join(keys)),) for side, mark in separators.items()}, optional=True)
-        for keys in sorted(union)
+        for keys in sorted(ours | theirs)
     )
     conventions = {
         side: Convention(side, mark, "orbax" if mark == "/" else "dcp") for side, mark in separators.items()
@@ -52,21 +53,21 @@ def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> 
 _Keys = tuple[str, ...]
 
 
-def _names(reader: CheckpointReader) -> list[_Keys]:
-    """The keys of each tensor that may be a weight, without the key that only holds nnx's value."""
-    names = []
+def _weights(reader: CheckpointReader) -> frozenset[_Keys]:
+    """The keys of each tensor that may be a weight, without a root above all weights that optimizer states lack.
+
+    Without the key that only holds nnx's value, too.
+    """
+    names, of_states = [], set()
     for info in reader.tensors.values():
         keys = tuple(part for key in info.path for part in str(key).split("."))
-        if keys[0] not in OPTIMIZER_KEYS and not is_carried(info, between_trees=False):
+        if "state" in keys:
+            of_states.add(keys[keys.index("state") + 1 : -1])
+        elif keys[0] not in OPTIMIZER_KEYS and not is_carried(info, between_trees=False):
             names.append(keys[:-1] if keys[-1] == "value" and len(keys) > 1 else keys)
-    return names
-
-
-def _without_beginnings(names: list[_Keys]) -> list[frozenset[_Keys]]:
-    """The names, and the names without one, two and three first keys, as far as all have these keys."""
-    found = [frozenset(names)]
-    for count in range(1, _MOST_KEYS + 1):
-        if len({keys[:count] for keys in names}) != 1 or min(map(len, names)) <= count:
-            break
-        found.append(frozenset(keys[count:] for keys in names))
-    return found
+    choices = [frozenset(names)]
+    while names and all(len(keys) > 1 and keys[0] == names[0][0] for keys in names) and names[0][0] in _ROOTS:
+        names = [keys[1:] for keys in names]
+        choices.append(frozenset(names))
+    # Trees of states may have the root or not. State dicts of optimizers name weights in one way.
+    return max(reversed(choices), key=lambda choice: len(choice & of_states))
