@@ -192,7 +192,7 @@ class ParityReport(Viewed):
                 "faults" + ("; larger weights (scale) or other inputs may show more" if hidden else "")
             )
         faults = [f"{one.module or '(model)'}, {one.fault} (ratio {one.ratio:.2g})" for one in hidden]
-        yield from (f"  not shown: {line}" for line in first_lines(faults, _SHOWN, "; report.json lists all"))
+        yield from (f"  not shown: {line}" for line in first_lines(faults, _SHOWN, "; the report lists all"))
 
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, in order."""

@@ -239,4 +239,4 @@ def test_remarks_say_how_many_hidden_faults_they_leave_out() -> None:
     report = both(lambda inner, x: inner(x), lambda inner, x: inner(x))
     faults = tuple(Revealed(f"fault {number}", "inner", False, 0.0) for number in range(11))
     *_, last = dataclasses.replace(report, revealed=faults).remarks()
-    assert last == "  not shown: ... and 3 more; report.json lists all"
+    assert last == "  not shown: ... and 3 more; the report lists all"
