@@ -53,7 +53,7 @@ def parity(
             with ``loss="next_token"`` it is int tokens ``[B, T + 1]``.
         mapping: which parameters correspond: a shipped family, a TOML file or a table.
         loss: ``"next_token"``; None for a fixed random projection of the outputs; or a pair of functions
-            ``(model, batch) -> scalar``, torch's and JAX's.
+            ``(model, batch) -> scalar``, torch's and JAX's, which get the whole batch, labels included.
         axes: sizes that shapes do not determine, as ``--axis`` gives them. A torch model with a ``config`` needs none.
         pairs: partners among modules that own no parameters: JAX paths by torch paths.
         dtype: the compute dtype under test. Reference runs are in float64.

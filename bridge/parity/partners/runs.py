@@ -123,6 +123,16 @@ class CallPair:
             if name not in known and leaf.dtype.kind not in "iub"
         )
 
+    @property
+    def masks_without_twin(self) -> tuple[str, ...]:
+        """Torch's boolean and integer inputs without a twin, if the JAX module got nothing that could be one."""
+        if set(self.jax.inputs) - {twin for _, twin, _ in self.inputs}:
+            return ()
+        known = {name for name, _, _ in self.inputs}
+        return tuple(
+            name for name, leaf in self.torch.inputs.items() if name not in known and leaf.dtype.kind in "iub"
+        )
+
 
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
