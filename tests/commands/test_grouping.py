@@ -46,8 +46,8 @@ def test_diff_names_a_group_that_one_side_lacks_once(tmp_path: Path) -> None:
         ("optimizer", "param_groups", 0, name): value for name, value in {"lr": 0.1, "eps": 1e-8}.items()
     }
     empty = {("optimizer", "param_groups", 0, name): None for name in ("foreach", "fused", "x", "y")}
-    write(tmp_path / "a", "orbax", {"w": np.ones(2, np.float32)}, group | empty)
-    write(tmp_path / "b", "orbax", {"w": np.ones(2, np.float32)}, {})
+    write(tmp_path / "a", "orbax", {"optimizer/w": np.ones(2, np.float32)}, group | empty)
+    write(tmp_path / "b", "orbax", {"optimizer/w": np.ones(2, np.float32)}, {})
     lines = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")]).stdout.splitlines()
     assert lines[:2] == [
         "values that are not tensors, only in A: optimizer/param_groups/0 (2 values)",
