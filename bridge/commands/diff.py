@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.commands.grouping import grouped, print_left_alone
+from bridge.commands.grouping import by_param_group, grouped, print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
     SHOWN,
@@ -206,8 +206,12 @@ def _print_rest(out: Console, report: DiffReport, listing: ListingOptions) -> No
     )
     for title, names in only:
         if names:
-            print_line(out, f"{title}: {some(names)}")
-    for line in grouped((*report.mismatched, *report.structure)):
+            print_line(out, f"{title}: {some(by_param_group(names))}")
+    structure = {
+        text: [name for name, other in report.structure if other == text] for _, text in report.structure
+    }
+    folded = [(name, text) for text, names in structure.items() for name in by_param_group(names)]
+    for line in grouped((*report.mismatched, *folded)):
         print_line(out, line)
     for name, left, right in report.objects if listing.all_ else report.objects[:SHOWN]:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")

@@ -19,7 +19,7 @@ def relay(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="A built-in relay (default, bfloat16, quick) or a TOML file.",
+            help="A built-in relay (default, bfloat16, float8, quick) or a TOML file.",
             autocompletion=completion.relays,
         ),
     ] = "default",

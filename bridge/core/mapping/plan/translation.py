@@ -47,6 +47,7 @@ from bridge.core.mapping.states.notes import (
     noted,
     noted_axes,
     read_notes,
+    root_remark,
     updated,
 )
 from bridge.core.mapping.states.numbered_states import is_numbered, unnamed
@@ -153,6 +154,8 @@ class _Planner:
         if self.target.name not in self.notes:
             names = ["/".join(map(str, tensor.path)) for tensor in carried]
             told = remarks(self.reader, self.object_paths, tree, self.target, names)
+            if any(outputs.values()) and (root := root_remark(self.target, self.to)):
+                told = (*told, root)
         said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
