@@ -126,24 +126,21 @@ def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
         where = f"{choice.devices} devices" + (
             f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
         )
-        if choice.policy is not None:
-            yield Answer(f"{where}: {choice.policy} is the cheapest that fits.", True)
-        elif choice.unknown:
-            yield Answer(f"{where}: {choice.doubt}.", False)
-        else:
-            yield Answer(f"{where}: no policy fits{comparison.in_runtimes}.", False)
+        nothing = choice.policy is None and not choice.unknown
+        more = comparison.in_runtimes if nothing else ""
+        yield Answer(f"{where}: {choice.answer}{more}.", choice.policy is not None)
 
 
 def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:
     if findings:
         yield Block(table=search_report.answers(findings))
     for finding in findings:
-        heading = search_report.heading(finding)
         if finding.ways:
             policy = search_report.policy_file(finding, model) or ""
-            yield Block(text=heading, table=search_report.ways_table(finding), code=policy)
+            headings, *rows = finding.table()
+            yield Block(text=finding.summary(), table=(headings, rows), code=policy)
         else:
-            yield Block(text=heading)
+            yield Block(text=finding.summary())
 
 
 def _workloads(comparison: Comparison) -> str:
