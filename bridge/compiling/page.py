@@ -35,10 +35,10 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Answer:
-    """``good``: whether something fits; None if the question was not asked."""
+    """``good``: whether something fits; None if it is unknown."""
 
     text: str
-    good: bool | None = None
+    good: bool | None
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
         where = f"{choice.devices} devices" + (
             f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
         )
-        nothing = choice.policy is None and not choice.unknown
-        more = comparison.in_runtimes if nothing else ""
-        yield Answer(f"{where}: {choice.answer}{more}.", choice.policy is not None)
+        good = True if choice.policy is not None else None if choice.unknown else False
+        more = comparison.in_runtimes if good is False else ""
+        yield Answer(f"{where}: {choice.answer}{more}.", good)
 
 
 def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:

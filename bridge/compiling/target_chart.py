@@ -40,7 +40,7 @@ TIME_COLOURS = {
 _HATCHES = {
     **{"moments": "///", "gradients": "...", "rest of the peak": "xxx"},
     **{"memory": "///", "waiting": "xxx"},
-    **{"reduce_scatter": "...", "psum": "\\\\\\", "all_to_all": "|||", "ppermute": "+++"},
+    **{"reduce_scatter": "...", "psum": "\\\\\\", "all_to_all": "oo", "ppermute": "+++"},
 }
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500

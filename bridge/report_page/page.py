@@ -42,4 +42,4 @@ def _environment() -> Environment:
 
 def _sentence(text: str) -> Markup:
     """``text``, escaped. Its options, such as ``--target``, are code: a browser breaks plain words at hyphens."""
-    return Markup(_OPTION.sub(r'<code class="option">\g<0></code>', escape(printable(text, lines=True))))
+    return Markup(_OPTION.sub(r'<code class="option">\g<0></code>', str(escape(printable(text, lines=True)))))
