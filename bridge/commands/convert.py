@@ -63,8 +63,10 @@ def convert(
     Example:
       twinshard convert --example checkpoints
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
-      twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
-      twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
+      twinshard convert runs/torch/step_40 small.safetensors \\
+        --to safetensors --weights-only --cast '*=bfloat16'
+      twinshard convert runs/torch/step_40 runs/jax/step_40 \\
+        --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
     from bridge.checkpoints.convert.conversion import format_by_name
     from bridge.checkpoints.convert.plan import ConvertOptions

@@ -64,8 +64,8 @@ def curves_command(
 
     \b
     Example:
-      twinshard curves a1.jsonl a2.jsonl a3.jsonl --against b1.jsonl b2.jsonl b3.jsonl --out curves.png
-      twinshard curves runs/first/leg1-torch/metrics.jsonl --against logs/ --rtol 1e-5
+      twinshard curves a1.jsonl a2.jsonl --against b1.jsonl b2.jsonl --out c.png
+      twinshard curves leg1-torch/metrics.jsonl --against logs/ --rtol 1e-5
     """
     from bridge.parity.curves.compare import compare_runs
     from bridge.parity.curves.series import MetricsError

@@ -122,8 +122,8 @@ def diff(
 
     \b
     Example:
-      twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
-      twinshard diff runs/torch/step_40 small --rounded --weights-only
+      twinshard diff torch/step_40 jax/step_40 --mapping decoder --max-ulp 2
+      twinshard diff torch/step_40 small --rounded --weights-only
       twinshard diff gradients_a gradients_b --max-error 1e-5 --histogram
       twinshard diff gradients_a gradients_b --noise gradients_float64
     """

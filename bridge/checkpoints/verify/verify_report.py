@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import Problem
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class NotFinite:
     infinite: int
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Viewed):
     """The findings. ``bytes``:
 
     of the tensors' elements. opened: whether the checkpoint, or a part of it, could be opened; if not, only files were
@@ -46,6 +48,18 @@ class VerifyReport:
     error: Exception | None = None
     damaged: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The verdict, and what was checked."""
+        count = len(self.problems)
+        verdict = f"{count} problem{'s' * (count != 1)} found" if count else "no problem found"
+        if not self.opened:
+            return f"{self.path} cannot be opened{f'; {verdict}' * bool(count)}"
+        return f"{verdict} in {self.path}: {self.format}, {self.tensors} tensors, {human_bytes(self.bytes)}"
+
+    def table(self) -> list[tuple[str, str]]:
+        """A heading, and a row for each problem."""
+        return [("where", "problem"), *((problem.where, problem.text) for problem in self.problems)]
 
     @property
     def good(self) -> bool:
