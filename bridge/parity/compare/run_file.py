@@ -1,33 +1,4 @@
-"""A comparison as a TOML file, for ``twinshard parity RUN.toml``.
-
-    mapping = "llama"                       # a family, or a TOML file next to this one; or its content as [mapping]
-    loss = "next_token"                     # or [loss] with torch and jax: "package.module:function"; or left out
-    dtype = "float32"                       # the compute dtype under test
-    steps = 3                               # of training
-    scale = 4                               # enlarge all matrices during the comparison
-    weights = "torch"                       # copy torch's weights into the JAX model; "own": use each model's weights
-    self_test = true                        # report which typical faults this batch would show
-
-    [torch]
-    model = "mypackage.torch_gpt:build"     # a function that returns the model; its arguments in [torch.arguments]
-    checkpoint = "runs/step_40"             # in any format and convention of the mapping; or left out
-    [jax]
-    model = "mypackage.flax_gpt:build"
-
-    [batch]
-    tokens = [2, 33]                        # random tokens; needs vocabulary and seed
-    vocabulary = 64
-    seed = 0
-    # file = "batch.npz"                    # or arrays by name: model(**arrays); an array named "arr_0" alone: model(x)
-
-    [axes]                                  # sizes that shapes do not determine
-    [[pair]]                                # partners among modules without parameters
-    torch = "model.rotary_emb"
-    jax = "rotary"
-
-Python paths are also looked up in the folder of the file and in the working directory. Relative file paths start at
-the folder of the run file.
-"""
+"""A comparison as a TOML file, for ``twinshard parity RUN.toml``: see ``docs/reference/parity-run-file.md``."""
 
 from __future__ import annotations
 
@@ -71,7 +42,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A validated run file; see the module's docstring. ``folder``: where relative paths begin."""
+    """A validated run file. ``folder``: where relative paths begin."""
 
     folder: Path
     mapping: str | Mapping[str, object]

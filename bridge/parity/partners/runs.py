@@ -180,7 +180,9 @@ def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
         ways = [way for _, _, way in (*pair.inputs, *pair.outputs)]
         if any(way.doubt for way in ways):
             kin = [number for number, other in enumerate(pairs) if other.torch.kind == pair.torch.kind]
-            ranked = [*(certain[number] for number in kin), _channels(pair), *certain]
+            # Torch's convolutions have channels first, flax's last.
+            channels = CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
+            ranked = [*(certain[number] for number in kin), channels, *certain]
             if not all(way.certain for way in ways):
                 ranked += [*(chosen[number] for number in kin), *chosen]
             pair = replace(pair, known=tuple(dict.fromkeys(moves for group in ranked for moves in group)))
@@ -192,11 +194,6 @@ def _moves(pair: CallPair, doubted: bool) -> list[Moves]:
     """Layouts of a pair's arrays that say more than the usual order; ``doubted``: chosen by values alone."""
     ways = [way for _, _, way in (*pair.inputs, *pair.outputs) if way.certain and len(way.axes) > 2]
     return list(dict.fromkeys(way.moves for way in ways if bool(way.doubt) == doubted))
-
-
-def _channels(pair: CallPair) -> tuple[Moves, ...]:
-    """The layout that the kind of module implies: torch's convolutions have channels first, flax's last."""
-    return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
 Group = Literal["inputs", "outputs", "gradients"]

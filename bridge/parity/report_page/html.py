@@ -38,11 +38,6 @@ TITLES: Mapping[Stage, str] = {
     "update": "First update of the optimizers",
     "steps": "After all steps of training",
 }
-_NUMBERS = ("error", "floor", "ratio", "alone", "max ULP", "cosine", "torch there", "JAX there")
-_HEADINGS = (
-    *("torch", "JAX", "kind", "shape", "verdict", *_NUMBERS[:6]),
-    *("largest at", *_NUMBERS[6:], "layout", "note", "cause"),
-)
 _MOST_OPEN = 200
 """A stage that differs has its table open at first, up to this many rows."""
 _LOWEST, _HIGHEST = -3, 6
@@ -69,20 +64,11 @@ def page(report: ParityReport) -> str:
         first=report.first_divergence,
         root=root,
         stages=stages,
-        sections=list(_sections(report)),
         losses=[(name, loss) for name, loss in losses if loss is not None],
         remarks=list(filter(None, (*report.notes, report.order, report.conclusion()))),
         charts=list(_charts(report)),
-        partnerless=(
-            ("Torch modules", report.torch_only),
-            ("JAX modules", report.jax_only),
-            ("Torch parameters", report.torch_parameters),
-            ("JAX parameters", report.jax_parameters),
-        ),
         titles=TITLES,
-        headings=[(heading, heading in _NUMBERS) for heading in _HEADINGS],
         bins=_BINS,
-        legend=_legend(),
         factor=f"{FACTOR:g}",
         signs=SIGNS,
         most_open=_MOST_OPEN,
@@ -90,28 +76,6 @@ def page(report: ParityReport) -> str:
         anchor_of=lambda row: linked[id(row)],
         **{f.__name__: f for f in (alone, counted, exact, facts_of, index, number, shade, times)},
         **{f.__name__: f for f in (histogram, place_of, shown)},
-    )
-
-
-def _sections(report: ParityReport) -> Iterator[tuple[str, str]]:
-    yield "first", "Where the two first diverge"
-    yield "modules", "Modules"
-    yield "depth", "Errors over depth"
-    if report.rows:
-        yield "ratios", "Ratios"
-        yield "tables", "All rows"
-    yield "partners", "Without partner"
-    if report.revealed:
-        yield "selftest", "Self-test"
-
-
-def _legend() -> Sequence[tuple[str, str]]:
-    return (
-        ("c0", "up to 1x: rounding"),
-        (shade(FACTOR), f"up to {FACTOR:g}x"),
-        (shade(1.1 * FACTOR), f"above {FACTOR:g}x: counts as a difference"),
-        (shade(100.0), "100x"),
-        (shade(math.inf), "1000x and more, inf, nan"),
     )
 
 
