@@ -31,8 +31,8 @@ class Step:
 
     running: units that run with it: the units inside, then its owner and the enclosing units.
     inner: how many of these do not enclose the owner. reads: whether backward reads weights; for a table of vectors it
-    does not, because no gradient goes to its input. needed: bytes of its activations, those of the recomputation if it is
-    recomputed. raw: unreduced gradients that its backward makes, by unit.
+    does not, because no gradient goes to its input. needed: bytes of its activations, or of their recomputation. raw:
+    unreduced gradients that its backward makes, by unit.
     """
 
     path: str
