@@ -90,15 +90,13 @@ def parity(
         )
         if self_test and say is not None:
             say("self-test: typical faults, one at a time")
-        revealed = _self_test(torch, batch, dtype) if self_test else ()
+        revealed: tuple[Revealed, ...] = ()
+        if self_test:
+            # Imported here, not at the top: traces are also compared where torch is not installed.
+            from bridge.parity.torch.self_test import plant_faults
+
+            revealed = tuple(plant_faults(torch, batch, dtype))
     return replace(report, versions=installed_versions(*_PACKAGES), revealed=revealed)
-
-
-def _self_test(torch: Side, batch: Any, dtype: str) -> tuple[Revealed, ...]:
-    # Imported here, not at the top: traces are also compared where torch is not installed.
-    from bridge.parity.torch.self_test import plant_faults
-
-    return tuple(plant_faults(torch, batch, dtype))
 
 
 @contextmanager

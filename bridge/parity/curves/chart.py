@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from bridge.parity.curves.band import Noise
 from bridge.parity.curves.series import MetricsError
-from bridge.parity.curves.verdict import Curves, Departure, Noise
+from bridge.parity.curves.verdict import Curves, Departure
 from bridge.report_page.palette import BLUE, ORANGE, VERMILION
 
 COLOURS = {"A": BLUE, "B": VERMILION}

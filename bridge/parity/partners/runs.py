@@ -132,19 +132,19 @@ class Runs:
     not finite on either side.
     """
 
-    def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
+    def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str) -> None:
         self.torch, self.jax, self.dtype = torch, jax, dtype
         self.parameters: Leaves = Store().leaves(torch.weights())
-        self.torch_high = _record(torch, batch, "float64", backward)
-        self.jax_high = _record(jax, batch, "float64", backward)
+        self.torch_high = _record(torch, batch, "float64")
+        self.jax_high = _record(jax, batch, "float64")
         losses = self.torch_high.loss, self.jax_high.loss
         if not any(loss is None or math.isfinite(loss) for loss in losses):
             raise ValueError(
                 f"loss: expected a finite number, got {losses[0]} in torch and {losses[1]} in JAX, both in float64: "
                 "this batch, or these weights, cannot be compared"
             )
-        self.torch_low = _record(torch, batch, dtype, backward)
-        self.jax_low = _record(jax, batch, dtype, backward)
+        self.torch_low = _record(torch, batch, dtype)
+        self.jax_low = _record(jax, batch, dtype)
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's calls began."""
@@ -228,8 +228,8 @@ def largest_ratio(runs: Runs, pair: CallPair, group: Literal["inputs", "outputs"
     return max(ratios, default=math.nan)
 
 
-def _record(side: Side, batch: Any, dtype: str, backward: bool) -> Recording:
-    run = side.record(batch, dtype, backward=backward)
+def _record(side: Side, batch: Any, dtype: str) -> Recording:
+    run = side.record(batch, dtype, backward=True)
     trim_heap()
     return run
 

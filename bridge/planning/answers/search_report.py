@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.core.text import human_bytes
-from bridge.planning.answers.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest, Way
+from bridge.planning.answers.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest
 from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
@@ -48,9 +48,10 @@ def heading(finding: Finding) -> str:
     if finding.ways:
         count = len(finding.ways[0].changes)
         changes = "1 change" if count == 1 else f"{count} changes"
+        fitting = "one policy does" if len(finding.ways) == 1 else f"{len(finding.ways)} policies do"
         shown = f", of which {SHOWN} are shown" if len(finding.ways) > SHOWN else ""
         start = "does not fit" if finding.fits is False else "is not known to fit"
-        return f"{where}: {start}; with {changes} {_counted(finding.ways)}{shown}, fewest bytes sent first"
+        return f"{where}: {start}; with {changes} {fitting}{shown}, fewest bytes sent first"
     nearest = finding.nearest
     if nearest is None:
         return f"{where}: does not fit, and there is nothing to change"
@@ -67,10 +68,6 @@ def heading(finding: Finding) -> str:
         else "is known to fit; the lowest peak is"
     )
     return f"{where}: no set of changes {fits} {lowest}; sufficient numbers of devices: {needed}"
-
-
-def _counted(ways: Sequence[Way]) -> str:
-    return "one policy does" if len(ways) == 1 else f"{len(ways)} policies do"
 
 
 def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
