@@ -131,7 +131,7 @@ def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
     free = {}
     for noise_name in ("white", "offset", "late"):
         runs = noise(noise_name, 6, random)
-        free[noise_name] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).dof
+        free[noise_name] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).noise.dof
     assert free["white"] > 15
     assert 4 <= free["offset"] < 7
     assert 4 <= free["late"] < 7
