@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bridge.core.extras import why_no_pictures
-from bridge.parity.partners.rows import STAGES, Row, Stage
+from bridge.parity.partners.rows import STAGES, Row
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
 from bridge.parity.report_page.markup import (
-    SIGNS,
     alone,
     counted,
     exact,
@@ -27,19 +26,6 @@ from bridge.parity.report_page.tree import anchors, tree_of
 from bridge.report_page.charts import inline_svg
 from bridge.report_page.page import render
 
-TITLES: Mapping[Stage, str] = {
-    "weights": "Weights",
-    "buffers": "Buffers: after each side's forward",
-    "forward": "Forward: outputs of modules",
-    "precision": "Precision: what the compute dtype does to each side's modules",
-    "loss": "Loss",
-    "backward": "Backward: gradients of modules' outputs",
-    "gradients": "Gradients of parameters",
-    "update": "First update of the optimizers",
-    "steps": "After all steps of training",
-}
-_MOST_OPEN = 200
-"""A stage that differs has its table open at first, up to this many rows."""
 _LOWEST, _HIGHEST = -3, 6
 """Decades of ratios."""
 _BINS = ("0", "less", *(f"1e{power}" for power in range(_LOWEST, _HIGHEST + 1)), "inf", "nan")
@@ -67,11 +53,8 @@ def page(report: ParityReport) -> str:
         losses=[(name, loss) for name, loss in losses if loss is not None],
         remarks=list(filter(None, (*report.notes, report.order, report.conclusion()))),
         charts=list(_charts(report)),
-        titles=TITLES,
         bins=_BINS,
         factor=f"{FACTOR:g}",
-        signs=SIGNS,
-        most_open=_MOST_OPEN,
         most_numbered=MOST_NUMBERED,
         anchor_of=lambda row: linked[id(row)],
         **{f.__name__: f for f in (alone, counted, exact, facts_of, index, number, shade, times)},
