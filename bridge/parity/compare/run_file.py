@@ -17,10 +17,8 @@ from bridge.core.extras import install_advice
 from bridge.core.mapping.language.rules import family_names
 from bridge.core.text_files import load_toml
 
-_KEYS = {
-    *("mapping", "loss", "dtype", "steps", "scale", "weights", "self_test"),
-    *("torch", "jax", "batch", "axes", "pair"),
-}
+_PLAIN = {"dtype": str, "steps": int, "scale": (int, float), "weights": str, "axes": dict, "self_test": bool}
+_KEYS = {"mapping", "loss", "torch", "jax", "batch", "pair", *_PLAIN}
 
 
 class RunFileError(Exception):
@@ -79,13 +77,8 @@ class RunFile:
             _model(table["jax"], "jax", file),
             _checked(table, "batch", dict, file),
             _loss(table.get("loss"), file),
-            _checked(table, "dtype", str, file, "float32"),
-            _checked(table, "steps", int, file, 3),
-            _checked(table, "scale", (int, float), file, None),
-            _checked(table, "weights", str, file, "own"),
-            _checked(table, "axes", dict, file, {}),
-            _pairs(table.get("pair", []), file),
-            _flag(table, "self_test", file),
+            **{key: _checked(table, key, kind, file) for key, kind in _PLAIN.items() if key in table},
+            pairs=_pairs(table.get("pair", []), file),
         )
 
     @contextmanager
@@ -212,19 +205,11 @@ def _pairs(value: object, file: Path) -> dict[str, str]:
     return {pair["torch"]: pair["jax"] for pair in value}
 
 
-def _flag(table: Mapping[str, Any], key: str, file: Path) -> bool:
-    value = table.get(key, False)
-    if not isinstance(value, bool):
-        raise RunFileError(f"{file}: expected true or false for {key}, got {value!r:.100}")
-    return value
-
-
 def _checked(table: Mapping[str, Any], key: str, type_: Any, file: Path, *default: Any) -> Any:
     if key not in table and default:
         return default[0]
     value = table[key]
-    if not isinstance(value, type_) or isinstance(value, bool):
-        names = type_ if isinstance(type_, tuple) else (type_,)
-        wanted = " or ".join({dict: "a table", str: "a text"}.get(name, "a number") for name in names[-1:])
+    if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
+        wanted = {dict: "a table", str: "a text", bool: "true or false"}.get(type_, "a number")
         raise RunFileError(f"{file}: expected {wanted} for {key}, got {value!r:.100}")
     return value
