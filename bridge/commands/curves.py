@@ -40,20 +40,14 @@ def curves_command(
         typer.Argument(metavar="A...", help="Metrics files of runs A: one run, or repeats with other seeds."),
     ],
     against: Annotated[list[str], typer.Option(_AGAINST, metavar="B...", help="Metrics files of runs B.")],
-    metric: Annotated[str, typer.Option("--metric", help="The metric to compare.")] = "loss",
-    alpha: Annotated[
-        float, typer.Option("--alpha", help="Probability of a false alarm, over the whole curve.")
-    ] = 0.05,
+    metric: Annotated[str, typer.Option(help="The metric to compare.")] = "loss",
+    alpha: Annotated[float, typer.Option(help="Probability of a false alarm, over the whole curve.")] = 0.05,
     window: Annotated[
         int | None,
-        typer.Option(
-            "--window", help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."
-        ),
+        typer.Option(help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."),
     ] = None,
-    rtol: Annotated[
-        float, typer.Option("--rtol", min=0.0, help="Relative difference that is always allowed.")
-    ] = 0.0,
-    out: Annotated[Path | None, typer.Option("--out", help="Write a picture (.png, .svg, .pdf).")] = None,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Relative difference that is always allowed.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
     json: JsonOption = False,
 ) -> None:
     """Ask whether training runs are the same experiment.

@@ -16,7 +16,6 @@ from bridge.commands.options import (
     JsonOption,
     MappingOptions,
     SelectionOptions,
-    progress_console,
     some,
     user_errors,
 )
@@ -37,13 +36,11 @@ class ComparisonOptions(SelectionOptions):
 
     select: Annotated[
         list[str] | None,
-        typer.Option(
-            "--select", metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."
-        ),
+        typer.Option(metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."),
     ] = None
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
+        typer.Option(metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
     ] = None
     max_ulp: Annotated[
         int, typer.Option(min=0, max=_LARGEST_ULP, help="Allowed distance in units in the last place.")
@@ -131,7 +128,7 @@ def diff(
 
     translation, step = mapping.arguments(), which.step_number()
     tolerance = comparison.tolerance()
-    with user_errors(json=json), byte_progress(progress_console(), "diff") as progress:
+    with user_errors(json=json), byte_progress(Console(stderr=True), "diff") as progress:
         report = run(
             a,
             b,

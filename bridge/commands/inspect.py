@@ -34,7 +34,7 @@ class DrawingOptions:
     ] = False
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
+        typer.Option(metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
     ] = None
     tree: Annotated[
         bool | None,
@@ -44,7 +44,7 @@ class DrawingOptions:
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option("--depth", min=0, metavar="N", help="Show a tree of only the first N levels of names."),
+        typer.Option(min=0, metavar="N", help="Show a tree of only the first N levels of names."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,8 @@ def inspect(
     step = which.step_number()
     with user_errors(PictureError, json=json):
         location = place_of(path)
-        if drawing.layout and isinstance(location, Path) and not _is_checkpoint(location):
+        is_layout = isinstance(location, Path) and not (location.is_dir() or location.suffix in _CHECKPOINTS)
+        if drawing.layout and is_layout:
             _inspect_layout_file(out, location, drawing.picture, json)
             return
         summary = run(path, items=which.items, step=step)
@@ -101,10 +102,6 @@ def inspect(
         print_json(out, _document(summary))
     else:
         _print(out, summary, drawing)
-
-
-def _is_checkpoint(location: Path) -> bool:
-    return location.is_dir() or location.suffix in _CHECKPOINTS
 
 
 def _document(summary: Summary) -> dict[str, object]:

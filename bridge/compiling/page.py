@@ -1,13 +1,4 @@
-"""A plan as one HTML file that needs no network and runs no script: the answer, pictures, tables.
-
-::
-
-    heading     model, workload
-    answer      which policy fits and is the cheapest, in words
-    pictures    bytes at the peak; a step's timeline, for each target
-    tables      those of the command
-    notes       what the numbers mean and what they leave out
-"""
+"""A plan as one HTML file that needs no network and runs no script: the answer, pictures, tables, notes."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class CheckedReader(WrappingReader):
     def __init__(self, reader: CheckpointReader, manifest: Manifest, source: str) -> None:
         super().__init__(reader)
         self._manifest, self._source = manifest, source
-        self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else _never
+        self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else lambda name: False
         self._owned: dict[str, bool] = {}
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
@@ -334,10 +334,6 @@ class CheckedReader(WrappingReader):
         value = self._reader.objects[name]
         self.require(object_problems(name, value, self._manifest))
         return value
-
-
-def _never(name: str) -> bool:
-    return False
 
 
 def manifest_home(path: Path) -> Path:

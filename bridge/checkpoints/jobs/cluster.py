@@ -39,12 +39,8 @@ def _read_only(entries: dict[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(entries)
 
 
-def _sent(entries: Mapping[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
-    return _read_only, (dict(entries),)
-
-
 # Mapping tables contain such views and are sent to the workers, but Python cannot pickle the views.
-copyreg.pickle(MappingProxyType, _sent)
+copyreg.pickle(MappingProxyType, lambda entries: (_read_only, (dict(entries),)))
 
 
 class Told(NamedTuple):
@@ -154,7 +150,8 @@ def convert_on(
     started = time.perf_counter()
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
-    options = _anywhere(options)
+    # The same options for a process on a machine that may lack the mapping's file.
+    options = dataclasses.replace(options, mapping=mapping_table(options.mapping))
     # Otherwise each worker would find out separately, after it has started.
     require_directory(dst, options)
     waiting = [
@@ -207,8 +204,3 @@ def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Prog
         done += 1
         show(task, report.bytes)
     return resumed
-
-
-def _anywhere(options: ConvertOptions) -> ConvertOptions:
-    """The same options for a process on a machine that may lack the mapping's file."""
-    return dataclasses.replace(options, mapping=mapping_table(options.mapping))

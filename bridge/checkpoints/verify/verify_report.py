@@ -36,15 +36,15 @@ class VerifyReport(Viewed):
     format: str
     opened: bool
     manifest: bool
-    tensors: int
-    chunks: int
-    objects: int
-    bytes: int
-    protected: int | None
     problems: tuple[Problem, ...]
-    not_finite: tuple[NotFinite, ...]
-    unread: tuple[str, ...]
     seconds: float
+    tensors: int = 0
+    chunks: int = 0
+    objects: int = 0
+    bytes: int = 0
+    protected: int | None = None
+    not_finite: tuple[NotFinite, ...] = ()
+    unread: tuple[str, ...] = ()
     error: Exception | None = None
     damaged: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
@@ -75,28 +75,26 @@ def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
     of_parts = list(reports.values())
     opened = [report for report in of_parts if report.opened]
     protected = [report.protected for report in opened]
+    counts = ("tensors", "chunks", "objects", "bytes")
     return VerifyReport(
         where,
         next((report.format for report in of_parts if report.format), ""),
         bool(opened),
         all(report.manifest for report in of_parts),
-        sum(report.tensors for report in of_parts),
-        sum(report.chunks for report in of_parts),
-        sum(report.objects for report in of_parts),
-        sum(report.bytes for report in of_parts),
-        None if None in protected else sum(p for p in protected if p is not None),
         tuple(
             Problem(name if p.where == str(report.path) else f"{name}/{p.where}", p.text)
             for name, report in reports.items()
             for p in report.problems
         ),
+        seconds,
+        *(sum(getattr(report, count) for report in of_parts) for count in counts),
+        None if None in protected else sum(p for p in protected if p is not None),
         tuple(
             NotFinite(f"{name}/{tensor.name}", tensor.nan, tensor.infinite)
             for name, report in reports.items()
             for tensor in report.not_finite
         ),
         tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
-        seconds,
         None if opened else of_parts[0].error,
         tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
     )

@@ -5,13 +5,8 @@ the lowest peak. Plans for different numbers of devices or different workloads a
 work than others. A policy fits a number of devices if it fits in every requested runtime. Its bytes and its peak are
 the larger ones of the runtimes.
 
-A policy fits if its peak is within the memory of a device less a reserve, a share of the memory. The reserve covers
-everything that a peak leaves out (see ``peak``): fragmentation, and buffers of the framework and the network library.
-
-A peak without activations is incomplete: such a plan is never known to fit, and is never the cheapest. On a mesh with
-model axes, or for a model with frozen layers, the peak counts activations that do not exist, and is an upper bound. Any
-other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only if its bytes at rest do not
-fit; between the bytes at rest and the peak the answer is unknown (``CostPlan.least``).
+``docs/explanation/planning.md`` says when a policy fits, and which peaks are bounds. The reserve covers what a peak
+leaves out. A plan with an incomplete peak is never the cheapest.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ A search only plans: it compiles nothing. Each answer equals that of an exhausti
     fewest changes    ``changes.variants``        fewer changes first; at the first number of changes with which
                                                   something fits, all are tried, and listed by bytes sent
 
-An incomplete peak never gives the answer yes. No peak gives the answer no, because a device may stay below it; bytes at
-rest do. So a larger batch than the reported one may fit, and fewer devices may be enough.
+Only bytes at rest give the answer no: a larger batch than the reported one may fit, and fewer devices may be enough.
 """
 
 from __future__ import annotations
