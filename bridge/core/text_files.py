@@ -88,14 +88,24 @@ def load_json(path: str | os.PathLike[str], error: MakeError, expected: str = "a
     return parse_json(read_text(path, error, most=MAX_JSON, expected=expected), str(path), error, expected)
 
 
-def parse_json(text: str | bytes, what: str, error: MakeError, expected: str = "a JSON file") -> Any:
-    """The value in a text. what: the file, for errors."""
+def parse_json(
+    text: str | bytes, what: str, error: MakeError, expected: str = "a JSON file", *, once: bool = False
+) -> Any:
+    """The value in a text. what: the file, for errors. once: refuse an object with a key that is given twice."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once_each if once else None)
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply") from None
     except ValueError as failure:
         raise error(f"{what}: expected {expected}, got {_said(failure)}") from None
+
+
+def once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these entries, for `json.loads`; ValueError for a key that is given twice."""
+    entries = dict(items)
+    if len(entries) != len(items):
+        raise ValueError("expected each key once, got one twice")
+    return entries
 
 
 def toml_string(text: str) -> str:
