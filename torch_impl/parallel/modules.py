@@ -33,7 +33,6 @@ from torch_impl.runtime.ground.tensor_parallel import SUMMED
 
 # The inputs that sibling modules have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"
-_cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ class ColwiseLinear(ComputesOnParts):
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` in the region, entered once for all siblings, so the sum of their gradients takes one all-reduce."""
         group, beside = self._cut.group, vars(self._cut.around)
-        before = beside.get(_ENTERED)
-        if before is not None and before[0] is x and before[1].requires_grad == _differentiable(x):
+        before, differentiable = beside.get(_ENTERED), torch.is_grad_enabled() and x.requires_grad
+        if before is not None and before[0] is x and before[1].requires_grad == differentiable:
             return before[1]
         entered = regions.enter(x, group)
         # Kept until the rowwise module that ends the region.
@@ -212,15 +211,10 @@ class _Spreading(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _differentiable(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
+@functools.cache
 def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Module]:
     """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
-    if (mixin, cls) not in _cut_classes:
-        _cut_classes[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    return _cut_classes[mixin, cls]
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 def cut_module(module: nn.Module, part_class: type[ComputesOnParts], cut: CutModule) -> None:
