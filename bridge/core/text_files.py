@@ -89,23 +89,19 @@ def load_json(path: str | os.PathLike[str], error: MakeError, expected: str = "a
 
 
 def parse_json(
-    text: str | bytes, what: str, error: MakeError, expected: str = "a JSON file", *, once: bool = False
+    text: str | bytes,
+    what: str,
+    error: MakeError,
+    expected: str = "a JSON file",
+    make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value in a text. what: the file, for errors. once: refuse an object with a key that is given twice."""
+    """The value in a text. what: the file, for errors. make_object: from an object's entries; default: a dict."""
     try:
-        return json.loads(text, object_pairs_hook=once_each if once else None)
+        return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply") from None
     except ValueError as failure:
         raise error(f"{what}: expected {expected}, got {_said(failure)}") from None
-
-
-def once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these entries, for `json.loads`; ValueError for a key that is given twice."""
-    entries = dict(items)
-    if len(entries) != len(items):
-        raise ValueError("expected each key once, got one twice")
-    return entries
 
 
 def toml_string(text: str) -> str:

@@ -146,7 +146,8 @@ def records_and_places(
         need(position <= length, "its directory is damaged")
         raw_name = file[start : start + name_length]
         extra = file[start + name_length : start + name_length + extra_length]
-        size, stored, local = wide_values([size, stored, local], extra, damaged)
+        if MAX32 in (size, stored, local):
+            size, stored, local = wide_values([size, stored, local], extra, damaged)
         if MAX32 in (size, stored, local):
             damaged()
         need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")

@@ -33,13 +33,12 @@ from typing import Any
 import google_crc32c
 
 from bridge.core.formats.files.atomic import sidecar_of
-from bridge.core.formats.reading.regular_files import open_regular, small_file
+from bridge.core.formats.reading.regular_files import once_each, open_regular, small_file
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.core.text_files import once_each
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
@@ -96,6 +96,14 @@ def small_file(
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     require_content(data, file)
     return data
+
+
+def once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these entries, for JSON; ValueError for a key that is given twice."""
+    entries = dict(items)
+    if len(entries) != len(items):
+        raise ValueError("expected each key once, got one twice")
+    return entries
 
 
 def require_content(start: bytes, file: object) -> None:

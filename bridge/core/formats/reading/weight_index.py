@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from bridge.core.formats.reading.regular_files import is_plain_name, small_file
+from bridge.core.formats.reading.regular_files import is_plain_name, once_each, small_file
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
 from bridge.core.text_files import parse_json
@@ -21,7 +21,7 @@ _MAX_INDEX: Final = 64 << 20
 def read_weight_map(index: Path) -> Mapping[str, str]:
     """The file of each tensor. CheckpointError if the index is malformed or names anything but files next to it."""
     data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
-    content = parse_json(data, str(index), CheckpointError, "JSON", once=True)
+    content = parse_json(data, str(index), CheckpointError, "JSON", once_each)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f'{index}: expected a "weight_map" from names of tensors to names of files')
