@@ -131,16 +131,16 @@ class StorePath(RemotePath[Listing]):
     """A file or directory of a listing; has only the parts of `pathlib.Path` that readers use."""
 
     def __truediv__(self, other: str | os.PathLike[str]) -> Self:
-        return type(self)(self.owner, (*self._path, *str(other).split("/")))
+        return type(self)(self.store, (*self._path, *str(other).split("/")))
 
     def __str__(self) -> str:
-        return self.owner.text(self._path)
+        return self.store.text(self._path)
 
     def __repr__(self) -> str:
         return f"StorePath({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePath) and (self.owner, self._path) == (other.owner, other._path)
+        return isinstance(other, StorePath) and (self.store, self._path) == (other.store, other._path)
 
     @property
     def name(self) -> str:
@@ -148,19 +148,19 @@ class StorePath(RemotePath[Listing]):
 
     @property
     def parents(self) -> tuple[Self, ...]:
-        return tuple(type(self)(self.owner, self._path[:end]) for end in reversed(range(len(self._path))))
+        return tuple(type(self)(self.store, self._path[:end]) for end in reversed(range(len(self._path))))
 
     def with_name(self, name: str) -> Self:
-        return type(self)(self.owner, (*self._path[:-1], name))
+        return type(self)(self.store, (*self._path[:-1], name))
 
     def is_relative_to(self, other: object, *_: object) -> bool:
         return isinstance(other, StorePath) and self._path[: len(other._path)] == other._path
 
     def is_file(self, **_: object) -> bool:
-        return self._path in self.owner.sizes
+        return self._path in self.store.sizes
 
     def is_dir(self, **_: object) -> bool:
-        return self._path in self.owner.children
+        return self._path in self.store.children
 
     def exists(self, **_: object) -> bool:
         return self.is_file() or self.is_dir()
@@ -178,12 +178,12 @@ class StorePath(RemotePath[Listing]):
         if not self.exists():
             raise FileNotFoundError(f"{self} does not exist")
         mode = stat.S_IFREG if self.is_file() else stat.S_IFDIR
-        return stat_result((mode, hash(self._path), 0, 1, 0, 0, self.owner.sizes.get(self._path, 0), 0, 0, 0))
+        return stat_result((mode, hash(self._path), 0, 1, 0, 0, self.store.sizes.get(self._path, 0), 0, 0, 0))
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         if not self.is_dir():
             raise NotADirectoryError(f"{self} is not a directory")
-        return (self / name for name in sorted(self.owner.children[self._path]))
+        return (self / name for name in sorted(self.store.children[self._path]))
 
     def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
         """Paths below this one that match a pattern of names, directory by directory."""
@@ -197,31 +197,31 @@ class StorePath(RemotePath[Listing]):
 
     def files(self) -> list[Self]:
         """All files below, at any depth."""
-        below = (parts for parts in self.owner.files if parts[: len(self._path)] == self._path)
-        return [type(self)(self.owner, parts) for parts in below]
+        below = (parts for parts in self.store.files if parts[: len(self._path)] == self._path)
+        return [type(self)(self.store, parts) for parts in below]
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop). OSError if the store does not provide them."""
         target = bytearray(stop - start)
-        self.owner.ranges.read_into(self._stored(), start, memoryview(target))
+        self.store.ranges.read_into(self._stored(), start, memoryview(target))
         return bytes(target)
 
     def fill(self, start: int, target: memoryview) -> None:
         """Write the bytes from `start` on into memory. OSError if the store does not provide them."""
-        self.owner.ranges.read_into(self._stored(), start, target)
+        self.store.ranges.read_into(self._stored(), start, target)
 
     def read_bytes(self) -> bytes:
         """The whole content of a small file, which is cached, together with other files of its kind."""
         stored = self._stored()
-        size = self.owner.sizes[self._path]
+        size = self.store.sizes[self._path]
         if size > _MAX_METADATA:
             raise CheckpointError(f"{self}: expected metadata of at most {_MAX_METADATA} bytes, got {size}")
-        return self.owner.ranges.small(stored, self.owner.small_beside(self._path))
+        return self.store.ranges.small(stored, self.store.small_beside(self._path))
 
     def _stored(self) -> str:
         if not self.is_file():
             raise FileNotFoundError(f"{self} does not exist: expected a file of the checkpoint")
-        return self.owner.files[self._path]
+        return self.store.files[self._path]
 
 
 class StoredReader(WrappingReader):

@@ -29,10 +29,10 @@ class UploadPath(RemotePath[Folder]):
 
     def __truediv__(self, other: str | os.PathLike[str]) -> Self:
         names = str(other).split("/") if str(other) else []
-        return type(self)(self.owner, (*self._path, *names))
+        return type(self)(self.store, (*self._path, *names))
 
     def __str__(self) -> str:
-        return "/".join((self.owner.url, *self._path))
+        return "/".join((self.store.url, *self._path))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UploadPath) and str(self) == str(other)
@@ -44,20 +44,20 @@ class UploadPath(RemotePath[Folder]):
 
     @property
     def name(self) -> str:
-        return self._path[-1] if self._path else self.owner.url.rpartition("/")[2]
+        return self._path[-1] if self._path else self.store.url.rpartition("/")[2]
 
     def relative_to(self, *_: Any, **__: Any) -> UploadPath:
-        return _Relative(self.owner, self._path)
+        return _Relative(self.store, self._path)
 
     def open_data(self) -> UploadFile:
         """The data file of this name."""
-        return self.owner.open_data(self.relative)
+        return self.store.open_data(self.relative)
 
     def exists(self, **_: object) -> bool:
         return self.is_file()
 
     def is_file(self, **_: object) -> bool:
-        return self.relative in self.owner.small or self.relative in self.owner.data
+        return self.relative in self.store.small or self.relative in self.store.data
 
     def is_dir(self, **_: object) -> bool:
         return not self.is_file()
@@ -66,19 +66,19 @@ class UploadPath(RemotePath[Folder]):
         """Does nothing: a store has no directories."""
 
     def stat(self, **_: object) -> os.stat_result:
-        data = self.owner.data.get(self.relative)
-        size = len(self.owner.small[self.relative]) if data is None else data.size
+        data = self.store.data.get(self.relative)
+        size = len(self.store.small[self.relative]) if data is None else data.size
         return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
 
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes written around chunks; see `UploadFile.read`."""
-        return self.owner.data[self.relative].read(start, stop - start)
+        return self.store.data[self.relative].read(start, stop - start)
 
     def read_bytes(self) -> bytes:
-        return self.owner.small[self.relative]
+        return self.store.small[self.relative]
 
     def write_bytes(self, data: Any) -> int:
-        self.owner.small[self.relative] = bytes(data)
+        self.store.small[self.relative] = bytes(data)
         return len(data)
 
     def write_text(self, data: str, *_: object, **__: object) -> int:
@@ -88,11 +88,11 @@ class UploadPath(RemotePath[Folder]):
         self.write_bytes(b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        self.owner.small.pop(self.relative, None)
+        self.store.small.pop(self.relative, None)
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         """Files directly in a directory, including files of a resumed attempt."""
-        names = dict.fromkeys((*self.owner.small, *self.owner.data, *self.owner.earlier_names))
+        names = dict.fromkeys((*self.store.small, *self.store.data, *self.store.earlier_names))
         start = f"{self.relative}/" if self._path else ""
         below = [name.removeprefix(start) for name in names if name.startswith(start)]
         return (self / name for name in below if "/" not in name)
@@ -100,7 +100,7 @@ class UploadPath(RemotePath[Folder]):
     def rglob(self, *_: object, **__: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
         """All files."""
         return (
-            type(self)(self.owner, tuple(name.split("/"))) for name in (*self.owner.small, *self.owner.data)
+            type(self)(self.store, tuple(name.split("/"))) for name in (*self.store.small, *self.store.data)
         )
 
 
