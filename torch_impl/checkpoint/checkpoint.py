@@ -256,8 +256,9 @@ def load_checkpoint(
         staged, _ = agree(stage, group=group)
     except BaseException:
         # A failed load leaves the optimizer as it was.
-        for parameter in added if optimizer is not None else ():
-            optimizer.state.pop(parameter, None)
+        if optimizer is not None:
+            for parameter in added:
+                optimizer.state.pop(parameter, None)
         raise
     staged.apply()
     return staged.train
