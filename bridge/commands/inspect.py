@@ -91,8 +91,8 @@ def inspect(
     step = which.step_number()
     with user_errors(PictureError, json=json):
         location = place_of(path)
-        is_layout = isinstance(location, Path) and not (location.is_dir() or location.suffix in _CHECKPOINTS)
-        if drawing.layout and is_layout:
+        may_be_layout = drawing.layout and isinstance(location, Path)
+        if may_be_layout and not (location.is_dir() or location.suffix in _CHECKPOINTS):
             _inspect_layout_file(out, location, drawing.picture, json)
             return
         summary = run(path, items=which.items, step=step)

@@ -39,8 +39,12 @@ def _read_only(entries: dict[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(entries)
 
 
+def _sent(entries: Mapping[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
+    return _read_only, (dict(entries),)
+
+
 # Mapping tables contain such views and are sent to the workers, but Python cannot pickle the views.
-copyreg.pickle(MappingProxyType, lambda entries: (_read_only, (dict(entries),)))
+copyreg.pickle(MappingProxyType, _sent)
 
 
 class Told(NamedTuple):

@@ -75,7 +75,6 @@ def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
     of_parts = list(reports.values())
     opened = [report for report in of_parts if report.opened]
     protected = [report.protected for report in opened]
-    counts = ("tensors", "chunks", "objects", "bytes")
     return VerifyReport(
         where,
         next((report.format for report in of_parts if report.format), ""),
@@ -87,14 +86,17 @@ def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
             for p in report.problems
         ),
         seconds,
-        *(sum(getattr(report, count) for report in of_parts) for count in counts),
-        None if None in protected else sum(p for p in protected if p is not None),
-        tuple(
+        tensors=sum(report.tensors for report in of_parts),
+        chunks=sum(report.chunks for report in of_parts),
+        objects=sum(report.objects for report in of_parts),
+        bytes=sum(report.bytes for report in of_parts),
+        protected=None if None in protected else sum(p for p in protected if p is not None),
+        not_finite=tuple(
             NotFinite(f"{name}/{tensor.name}", tensor.nan, tensor.infinite)
             for name, report in reports.items()
             for tensor in report.not_finite
         ),
-        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
-        None if opened else of_parts[0].error,
-        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
+        unread=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
+        error=None if opened else of_parts[0].error,
+        damaged=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
     )

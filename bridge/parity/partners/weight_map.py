@@ -91,7 +91,8 @@ class WeightMap:
             raise MappingError(
                 f"mapping {mapping.name}: expected two conventions, got both models in {first.convention.name}"
             )
-        return cls(mapping, first, second, *names, *map(frozenset, buffers), tuple(dropped))
+        of_buffers = frozenset(buffers[0]), frozenset(buffers[1])
+        return cls(mapping, first, second, names[0], names[1], *of_buffers, tuple(dropped))
 
     @classmethod
     def of_sides(cls, mapping: MappingTable, torch: Side, jax: Side) -> WeightMap:

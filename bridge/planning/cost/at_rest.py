@@ -64,11 +64,11 @@ class AtRest:
     host: int = 0
 
     def __add__(self, other: AtRest) -> AtRest:
-        return AtRest(*(getattr(self, part) + getattr(other, part) for part in (*KINDS, "host")))
+        return AtRest(**{part: getattr(self, part) + getattr(other, part) for part in (*KINDS, "host")})
 
     def times(self, count: int) -> AtRest:
         """The bytes of ``count`` equal units."""
-        return AtRest(*(getattr(self, kind).times(count) for kind in KINDS), self.host * count)
+        return AtRest(**{kind: getattr(self, kind).times(count) for kind in KINDS}, host=self.host * count)
 
     @property
     def padding(self) -> int:
