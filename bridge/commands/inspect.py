@@ -91,8 +91,7 @@ def inspect(
     step = which.step_number()
     with user_errors(PictureError, json=json):
         location = place_of(path)
-        may_be_layout = drawing.layout and isinstance(location, Path)
-        if may_be_layout and not (location.is_dir() or location.suffix in _CHECKPOINTS):
+        if drawing.layout and isinstance(location, Path) and not _is_checkpoint(location):
             _inspect_layout_file(out, location, drawing.picture, json)
             return
         summary = run(path, items=which.items, step=step)
@@ -102,6 +101,10 @@ def inspect(
         print_json(out, _document(summary))
     else:
         _print(out, summary, drawing)
+
+
+def _is_checkpoint(location: Path) -> bool:
+    return location.is_dir() or location.suffix in _CHECKPOINTS
 
 
 def _document(summary: Summary) -> dict[str, object]:
