@@ -1,4 +1,4 @@
-"""Settings every test module needs before the frameworks are imported, and the shared rank processes."""
+"""Settings that must be made before a test imports a framework, and the rank processes that tests share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Generator, Iterator
 
-# Barriers carry the meaning of the strategies; by default the CPU compiler deletes them: see simulate_devices in
+# Strategies need barriers, which XLA's CPU compiler deletes by default: see simulate_devices in
 # jax_impl/comm/mesh.py.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -19,10 +19,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Workers of pytest-xdist inherit it.
+# Workers of pytest-xdist inherit the seed.
 os.environ.setdefault("TWINSHARD_SEED", str(random.randrange(10**6)))
 
-# Processes that tests start compile for themselves: only this one leaves out what cannot be loaded back right.
+# Child processes must not use JAX's cache: only this process keeps programs out that load back wrong.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import pytest
@@ -35,7 +35,7 @@ from tests.support.ranks import RankGroup
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    # A million objects are made that stay. To look through them again and again took a third of the time.
+    # Collection makes a million objects that stay. The garbage collector took a third of the time to scan them.
     gc.disable()
     try:
         return (yield)
@@ -45,10 +45,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the slow tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow(items)
-    # The record from which covered cases are chosen has them all.
+    # The covered cases are chosen from a record of all cases.
     if not config.pluginmanager.hasplugin("tests.support.mutants.reached"):
         mark_covered_slow(items)
 
@@ -65,7 +65,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Not at the start: most tests do without JAX, whose import takes a second.
+    # Here, not at the start: the import of JAX takes a second, and most tests do not need JAX.
     compilation_cache.start()
     compiler_effort.use_full_effort(item.get_closest_marker("optimized") is not None)
 

@@ -1,4 +1,4 @@
-"""The public names of `bridge`: all of them are there, typed, and cost nothing until they are used."""
+"""The public names of `bridge` exist, are typed, and cost nothing until they are used."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ COMMAND = re.compile(
 
 @dataclass(frozen=True)
 class Side:
-    """What one half can of one capability: a cell of state and a cell of command."""
+    """One capability in one half: the cell with its state, and the cell with its command."""
 
     table: str
     capability: str
@@ -37,7 +37,7 @@ class Side:
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """Each row of the page with the title of its table; headers and rules left out."""
+    """Each row of the page with the title of its table, without headers and rules."""
     title = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -59,7 +59,7 @@ def sides() -> tuple[Side, ...]:
 
 @functools.cache
 def cases_of(path: str) -> dict[str, bool]:
-    """By name the tests of a file, and whether ``make test`` leaves out all of their cases."""
+    """The tests of a file by name, each with whether ``make test`` leaves out all of its cases."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
     def slow(marks: list[ast.expr]) -> bool:
@@ -79,7 +79,7 @@ def cases_of(path: str) -> dict[str, bool]:
 
 
 def faults_of(command: str) -> Iterator[str]:
-    """What a command names that is not there."""
+    """Files and tests that a command names but that do not exist."""
     match = COMMAND.fullmatch(command)
     if match is None:
         yield f"expected `pytest FILE::TEST ...`, `-k WORD` and `-m` last, got {command}"

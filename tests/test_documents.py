@@ -18,8 +18,8 @@ DOCUMENTS = sorted(
     ]
 )
 MAPS = [path for path in DOCUMENTS if path.name == "README.md" and path.parent != ROOT]
-# The changelog grows with each release, and the table of features is generated. In tests/ only the map is for readers:
-# tests read the other tables.
+# The changelog grows with each release, and the table of features is generated. In tests/ only the map is for readers.
+# The other tables are for tests.
 NOT_COUNTED = [ROOT / "CHANGELOG.md", ROOT / "docs/reference/features.md"]
 COUNTED = [
     path
@@ -43,7 +43,7 @@ def words_of(path: Path) -> int:
 
 
 def prose_of(path: Path) -> str:
-    """The text without code blocks; of a notebook its Markdown cells."""
+    """The text without code blocks. Of a notebook, the text of its Markdown cells."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -52,7 +52,7 @@ def prose_of(path: Path) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """What ``#anchor`` may follow the file's name: headings, as GitHub and MyST turn them into names."""
+    """The anchors that may follow the file's name: its headings, as GitHub and MyST name them."""
     anchors: set[str] = set()
     for title in re.findall(r"^#+ +(.+?) *#*$", prose_of(path), flags=re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
@@ -66,7 +66,7 @@ def anchors_of(path: Path) -> set[str]:
 
 def dead_links(path: Path) -> list[str]:
     """Relative links and images that lead to no file, and links to headings that are not there."""
-    # A link's text may be code, its target may not: so the targets of code spans are none.
+    # A link's text may be code, but its target may not. So code spans have no targets.
     prose = re.sub(r"(`+)(?!`).+?\1", "code", prose_of(path))
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", prose):
@@ -82,7 +82,7 @@ def dead_links(path: Path) -> list[str]:
 
 
 def has_anchor(target: Path, anchor: str) -> bool:
-    """True for what only the site has, whose own check has the headings: generated text, and pages of source files."""
+    """Whether the target is only on the site, whose own check sees its headings: generated text, or a source page."""
     if target.suffix != ".md" or anchor in anchors_of(target):
         return True
     return bool(GENERATED.search(target.read_text(encoding="utf-8")))

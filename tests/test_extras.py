@@ -1,4 +1,4 @@
-"""What a missing optional package says: commands that work, from a clone and from an index."""
+"""The error of a missing optional package names commands that work, from a clone and from an index."""
 
 from __future__ import annotations
 

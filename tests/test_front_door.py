@@ -1,4 +1,4 @@
-"""`import twinshard`: every name of it, lazily, with types that a checker sees after `make` has installed it."""
+"""`import twinshard`: its names are lazy, and a type checker sees their types once `make` has installed it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_plan_takes_names() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_a_strangers_program_is_checked_with_full_types(tmp_path: Path) -> None:
-    # From a folder and an interpreter without PYTHONPATH: what `make` installed is all that mypy sees.
+    # In another folder and without PYTHONPATH, so that mypy sees only what `make` installed.
     paths = [
         Path(line.strip())
         for file in Path(sysconfig.get_path("purelib")).glob("*twinshard*.pth")

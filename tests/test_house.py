@@ -4,7 +4,7 @@
     torch_impl    jax_impl        the runtimes
     bridge/core                   layouts, policies, formats, mappings
 
-Imports inside of functions, for type checking and by name count: a reader has to follow them as well.
+Imports inside functions, for type checking and by name also count, because a reader has to follow them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_nothing_imports_what_is_above_it() -> None:
         for text in texts
     ]
     assert not wrong, "\n".join(sorted(wrong))
-    # `bridge` itself is the door, which its rooms stand behind.
+    # `bridge` itself is the door to its rooms.
     wrong = [
         module
         for module, others in imports().items()
@@ -91,8 +91,8 @@ def test_siblings_do_not_import_each_other_in_a_circle(room: str) -> None:
 
 
 def test_modules_that_text_names_exist() -> None:
-    """What ``importlib``, tables of lazy names and ``part`` get: no type checker reads them."""
-    # Its keys are paths of which the modules have moved away.
+    """Names that ``importlib``, tables of lazy names and ``part`` get, which no type checker reads."""
+    # Its keys are old paths, whose modules have moved.
     wrong = {
         module: names
         for module in files()
@@ -102,7 +102,7 @@ def test_modules_that_text_names_exist() -> None:
 
 
 def test_programs_in_the_text_of_tests_import_what_exists() -> None:
-    """Those of slow tests run seldom: two named what had moved, and nobody saw it."""
+    """Slow tests run seldom, so nobody saw that two of them named moved modules."""
     wrong = {
         str(path.relative_to(ROOT)): lines
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -115,8 +115,8 @@ def test_formats_do_not_import_each_other() -> None:
     def format_of(module: str) -> str | None:
         return next((name for name in FORMATS if (module + ".").startswith(name + ".")), None)
 
-    # Safetensors is DCP's second serialization. A chunk of DCP is a file of torch.save, whose records have checksums of
-    # zip files.
+    # Safetensors is DCP's second serialization. A chunk of DCP is a file of torch.save, with the checksums of a zip
+    # file.
     allowed = {
         ("bridge.core.formats.dcp", "bridge.core.formats.safetensors"),
         ("bridge.core.formats.torch_save", "bridge.core.formats.dcp"),
@@ -156,7 +156,7 @@ def test_a_package_says_in_thirty_lines_what_is_in_it() -> None:
 
 
 def test_functions_are_short_and_take_few_arguments() -> None:
-    """Docstrings, ``self`` and ``cls`` do not count. What is listed above and is neither long nor wide fails, too."""
+    """Docstrings, ``self`` and ``cls`` do not count. A listed function that is neither long nor wide fails, too."""
     measured = [
         (f"{module}.{function.name}", lines_of(function), parameters_of(function))
         for module in files()
@@ -167,7 +167,7 @@ def test_functions_are_short_and_take_few_arguments() -> None:
 
 
 def test_the_top_level_holds_what_the_layout_names() -> None:
-    # A test that writes into the current folder leaves a checkpoint here, which is soon committed.
+    # A test that writes into the current folder leaves a checkpoint here, and somebody commits it.
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git, which tells what is committed")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -200,7 +200,7 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
     assert top_level <= folders | files | {"constraints.txt", "constraints-lowest.txt"}
 
 
-# The links that a newcomer clicks, from README.md on, and a text of the last file that answers the question.
+# The links that a newcomer clicks, from README.md on, and the text in the last file that answers the question.
 QUESTIONS = {
     "where is a shard boundary decided": (
         ["docs/explanation/code.md", "bridge/core/sharding/layout/planner.py"],

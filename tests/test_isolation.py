@@ -1,4 +1,4 @@
-"""Each package works where the other framework is not installed, and the bridge where neither is."""
+"""Each package works without the other framework, and the bridge works without both."""
 
 from __future__ import annotations
 

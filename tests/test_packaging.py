@@ -94,7 +94,7 @@ def test_the_changelog_has_three_headings_a_release_and_short_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_wheel_works_in_an_environment_that_has_nothing_else(tmp_path: Path) -> None:
-    # On this path pip would find the package installed already.
+    # With this path, pip would find the package already installed.
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command: str | Path) -> str:
@@ -102,7 +102,7 @@ def test_a_wheel_works_in_an_environment_that_has_nothing_else(tmp_path: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    # A copy: a build writes beside the sources, and other tests run there.
+    # In a copy, because a build writes into the source folder, where other tests run.
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if name.partition("/")[0] not in ("tests", "notebooks"):

@@ -15,7 +15,7 @@ PACKAGES = ("torch_impl", "jax_impl", "bridge")
 UNSTABLE = ("jax.core", "jax.extend", "jax.interpreters", "jax.experimental.compute_on")
 # Functions that import the module which their first argument names.
 IMPORTERS = {"framework", "import_module"}
-# Public in spite of their names: documented by Python itself.
+# Public in spite of their names, because Python documents them.
 PUBLIC = {"os._exit", "sys._getframe", "._replace", "._asdict", "._fields", "._make"}
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|", re.MULTILINE)
 
@@ -93,7 +93,7 @@ def _private(path: str) -> bool:
 
 
 def _cut(path: str) -> str:
-    """Up to one name after the last private one: what an object of that name can do is not told apart."""
+    """The path up to one name after the last private name. Later names belong to that object and do not count."""
     parts = path.split(".")
     last = max((index for index, part in enumerate(parts) if _underscored(part)), default=len(parts))
     return ".".join(parts[: last + 2])
@@ -129,7 +129,7 @@ def in_code() -> set[tuple[str, str]]:
 def in_table() -> set[tuple[str, str]]:
     table = Path(__file__).with_name("private_apis.md").read_text(encoding="utf-8")
     return {
-        # An operator of torch.ops and an attribute of an object are known in the code by their last names only.
+        # The code shows only the last name of an operator of torch.ops and of an attribute of an object.
         (f".{api.split('.')[-1]}" if api[0].isupper() or api.startswith("torch.ops.") else api, file)
         for api, files in ROW.findall(table)
         for file in re.findall(r"`([^`]+)`", files)

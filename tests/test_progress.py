@@ -1,4 +1,4 @@
-"""Progress of calls from Python: by tqdm where someone watches, to the caller's function, or nowhere."""
+"""Progress of calls from Python: shown by tqdm if someone watches, passed to the caller's function, or not shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank harness itself: it must report failures of any rank and never lose a result."""
+"""Tests of the rank harness: it must report a failure of any rank, and never lose a result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_groups_of_earlier_calls_leave_no_threads(ranks: RankGroup) -> None:
     before = ranks.run(2, gloo_threads)
     for _ in range(3):
         ranks.run(2, redistribute)
-    # Fewer, where something of an earlier test still held a group.
+    # There are fewer if an earlier test still held a group.
     after = ranks.run(2, gloo_threads)
     assert all(left <= there for left, there in zip(after, before, strict=True)), (before, after)
 
@@ -83,6 +83,6 @@ def test_ranks_that_wait_for_each_other_are_given_up_soon(
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 of 2: no answer and no rank has computed for [3-9] s"):
         ranks.run(2, receive_from_each_other)
-    # As long as the machine's load lets it be, but far from the limit, which is gloo's 120 s.
+    # The time depends on the machine's load, but must be far from gloo's limit of 120 s.
     assert time.monotonic() - start < 60
     assert ranks.run(2, sum_of_ranks) == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""The cache of packages that tests fetch: pinned, whole or absent, fetched once. No network: pip is replaced."""
+"""The cache of packages: each is pinned, whole or absent, and fetched once. A stand-in for pip uses no network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sdist() -> bytes:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Packages that pip was asked for; it answers with the wheel, or the sdist where no wheel is wanted."""
+    """The packages that pip was asked for. It answers with the wheel, or with the sdist if no wheel is wanted."""
     asked: list[str] = []
 
     def run(command: list[str], **options: Any) -> None:

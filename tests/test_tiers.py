@@ -45,7 +45,7 @@ def test_cases_beyond_the_covering_are_slow(request: pytest.FixtureRequest, a: i
     name = request.node.originalname
     mine = [item for item in request.session.items if item.originalname == name]
     fast = [item.callspec.params for item in mine if not item.get_closest_marker("slow")]
-    # None where slow tests alone are run.
+    # There are none if only slow tests run.
     assert len(fast) in (0, 6, len(mine)), "of one or some cases chosen by hand all are run"
 
 
@@ -56,7 +56,7 @@ def test_cases_that_are_not_named_are_slow(request: pytest.FixtureRequest, numbe
     name = request.node.originalname
     mine = [item for item in request.session.items if item.originalname == name]
     fast = [item.callspec.id for item in mine if not item.get_closest_marker("slow")]
-    # None where slow tests alone are run, and all of others chosen by hand.
+    # There are none if only slow tests run, and all of them if they were chosen by hand.
     assert fast in ([], ["0-b", "2-a"], [item.callspec.id for item in mine])
 
 
@@ -65,7 +65,7 @@ def test_cases_that_are_named_exist(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         if mark := item.get_closest_marker("fast_cases"):
             ids_of.setdefault((item.nodeid.partition("[")[0], mark.args), set()).add(item.callspec.id)
-    # Fewer are some that were chosen by hand.
+    # If there are fewer, they were chosen by hand.
     wrong = [(test, set(ids) - all_) for (test, ids), all_ in ids_of.items() if len(all_) > len(ids)]
     assert [(test, missing) for test, missing in wrong if missing] == []
 
@@ -80,7 +80,7 @@ def test_covered_cases_exist_and_leave_others_of_their_tests(request: pytest.Fix
         name = case.partition("[")[0]
         file, _, function = name.partition("::")
         assert f"def {function.rpartition('::')[2]}(" in (ROOT / file).read_text(encoding="utf-8"), case
-        # Slow cases are collected where slow tests are run, too.
+        # Slow cases are collected only if slow tests run, too.
         if name in collected and len(collected[name]) > 1 and case not in collected[name]:
             assert not any(other in listed for other in collected[name]), f"{case}: no such case"
 

@@ -1,4 +1,4 @@
-"""The pins of the lowest end are the bounds that users are promised; interpreters that do not run are passed over."""
+"""The pins of the low end are the bounds that users are promised. Interpreters that do not run are skipped."""
 
 from __future__ import annotations
 

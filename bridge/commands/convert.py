@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,7 +15,6 @@ from bridge.commands.options import (
     JsonOption,
     MappingOptions,
     item_names,
-    progress_console,
     some,
     user_errors,
 )
@@ -31,22 +29,14 @@ if TYPE_CHECKING:
     from bridge.core.formats.whole.step_paths import Step
 
 
-class TargetFormat(StrEnum):
-    """What `convert` can write."""
-
-    dcp = "dcp"
-    orbax = "orbax"
-    safetensors = "safetensors"
-
-
 @grouped_options
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
     *,
     to: Annotated[
-        TargetFormat | None,
-        typer.Option("--to", case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
+        Literal["dcp", "orbax", "safetensors"] | None,
+        typer.Option(case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
     like: Annotated[
         str | None,
@@ -72,15 +62,17 @@ def convert(
     Example:
       twinshard convert --example checkpoints
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
-      twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
-      twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
+      twinshard convert runs/torch/step_40 small.safetensors \\
+        --to safetensors --weights-only --cast '*=bfloat16'
+      twinshard convert runs/torch/step_40 runs/jax/step_40 \\
+        --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
     from bridge.checkpoints.convert.conversion import format_by_name
     from bridge.checkpoints.convert.plan import ConvertOptions
     from bridge.core.formats import format_named
 
     translation, write_items, step = mapping.arguments(), item_names(run.write_item), run.step_number()
-    if write_items and to not in (None, TargetFormat.orbax):
+    if write_items and to not in (None, "orbax"):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     target = None if to is None else format_named(to)
     request = parts.request(dry_run=run.dry_run, resume=run.resume)
@@ -131,7 +123,7 @@ def _convert(
     with (
         leaving(lambda: _left(dst, run.replace, run.resume)),
         user_errors(json=json),
-        byte_progress(progress_console(), "convert") as progress,
+        byte_progress(Console(stderr=True), "convert") as progress,
     ):
         report = convert_with(
             at_step(src, step),

@@ -17,18 +17,15 @@ class ContentOptions(SelectionOptions):
 
     select: Annotated[
         list[str] | None,
-        typer.Option(
-            "--select", metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."
-        ),
+        typer.Option(metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."),
     ] = None
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
+        typer.Option(metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
     ] = None
     cast: Annotated[
         list[str] | None,
         typer.Option(
-            "--cast",
             metavar="PATTERN=DTYPE",
             help="Round tensors with these names, such as '*=bf16', but no step counts; repeatable.",
             autocompletion=completion.casts,
@@ -58,7 +55,6 @@ class RunOptions(ItemOptions):
     write_item: Annotated[
         list[str] | None,
         typer.Option(
-            "--write-item",
             metavar="NAME",
             help="Write the values below this key as a separate Orbax item; repeatable, or NAME,NAME.",
         ),

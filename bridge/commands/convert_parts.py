@@ -12,9 +12,9 @@ from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert
 from bridge.checkpoints.jobs.pieces import BANDWIDTH, PartEstimate, PartPlan, estimate_parts, make_part_plan
 from bridge.commands.convert_options import RunOptions
 from bridge.commands.convert_report import print_remarks, print_result, written_in
-from bridge.commands.options import progress_console, user_errors
+from bridge.commands.options import user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
-from bridge.commands.part_options import Engine, PartRequest
+from bridge.commands.part_options import PartRequest
 from bridge.commands.stopping import leaving
 from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.formats.whole.step_paths import Step, at_step
@@ -42,7 +42,7 @@ def convert_in_parts(
         with (
             leaving(lambda: _left(run.resume)),
             user_errors(json=json),
-            byte_progress(progress_console(), "convert") as progress,
+            byte_progress(Console(stderr=True), "convert") as progress,
         ):
             part = convert_part(
                 src,
@@ -57,7 +57,7 @@ def convert_in_parts(
                 progress=progress,
             )
         _print_part(part, json)
-    elif request.engine is Engine.threads:
+    elif request.engine == "threads":
         with leaving(lambda: _left(run.resume)), user_errors(json=json):
             report = commit_parts(src, dst, options, replace=run.replace)
         print_result(report, json)
@@ -65,7 +65,7 @@ def convert_in_parts(
         with (
             leaving(lambda: _left(resume=True)),
             user_errors(json=json),
-            byte_progress(progress_console(), "convert") as progress,
+            byte_progress(Console(stderr=True), "convert") as progress,
         ):
             report = _on_engine(request, src, dst, options, run, progress)
         print_result(report, json)
@@ -88,7 +88,7 @@ def _on_engine(
     from bridge.checkpoints.jobs.cluster import convert_on
 
     workers = run.workers or default_workers()
-    if request.engine is Engine.processes:
+    if request.engine == "processes":
         from bridge.checkpoints.jobs.processes import Processes
 
         processes = Processes(workers)
@@ -169,35 +169,22 @@ def _print_pieces(out: Console, plan: PartPlan, part: int) -> None:
 def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> None:
     shown = {chosen, *range(1, 17)} if len(parts) > 16 else range(1, len(parts) + 1)
     rows = [
-        (
-            str(e.part),
-            e.limit,
-            f"{human_bytes(int(e.rate))}/s",
-            human_bytes(e.bytes),
-            human_bytes(e.read_bytes),
-            human_bytes(e.memory),
-            human_bytes(e.cache),
-            human_bytes(e.rearranged_bytes),
-            f"{e.cpu_seconds:.0f}",
-            f"{e.transfer_seconds:.0f}",
-            str(e.pieces),
-        )
+        {
+            "part": str(e.part),
+            "limit": e.limit,
+            "rate": f"{human_bytes(int(e.rate))}/s",
+            "writes": human_bytes(e.bytes),
+            "reads": human_bytes(e.read_bytes),
+            "memory": human_bytes(e.memory),
+            "cache": human_bytes(e.cache),
+            "rearranged": human_bytes(e.rearranged_bytes),
+            "cores s": f"{e.cpu_seconds:.0f}",
+            "storage s": f"{e.transfer_seconds:.0f}",
+            "pieces": str(e.pieces),
+        }
         for e in parts
         if e.part in shown
     ]
-    columns = (
-        "part",
-        "limit",
-        "rate",
-        "writes",
-        "reads",
-        "memory",
-        "cache",
-        "rearranged",
-        "cores s",
-        "storage s",
-        "pieces",
-    )
-    print_table(out, columns, rows, left=2)
+    print_table(out, [*rows[0]], [[*row.values()] for row in rows], left=2)
     if len(parts) > len(rows):
         print_line(out, f"and {len(parts) - len(rows)} more parts")

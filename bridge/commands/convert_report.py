@@ -55,6 +55,17 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:
         print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
+    folder = report.format == "safetensors" and not str(report.destination).endswith(".safetensors")
+    if (
+        folder
+        and names_of(report.conventions).endswith(("hf", "torch"))
+        and not (report.companions or report.kept)
+    ):
+        print_line(
+            out,
+            "note: no config.json went along, and from_pretrained needs it: copy it and the tokenizer files into the "
+            "new folder",
+        )
     print_left_alone(out, report.left_alone)
     for line in grouped(report.not_copied.items()):
         print_line(out, f"not copied: {line}")

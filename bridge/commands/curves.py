@@ -40,20 +40,14 @@ def curves_command(
         typer.Argument(metavar="A...", help="Metrics files of runs A: one run, or repeats with other seeds."),
     ],
     against: Annotated[list[str], typer.Option(_AGAINST, metavar="B...", help="Metrics files of runs B.")],
-    metric: Annotated[str, typer.Option("--metric", help="The metric to compare.")] = "loss",
-    alpha: Annotated[
-        float, typer.Option("--alpha", help="Probability of a false alarm, over the whole curve.")
-    ] = 0.05,
+    metric: Annotated[str, typer.Option(help="The metric to compare.")] = "loss",
+    alpha: Annotated[float, typer.Option(help="Probability of a false alarm, over the whole curve.")] = 0.05,
     window: Annotated[
         int | None,
-        typer.Option(
-            "--window", help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."
-        ),
+        typer.Option(help="Odd number of smoothed steps; a departure lasts as long. Default: 5 to 51."),
     ] = None,
-    rtol: Annotated[
-        float, typer.Option("--rtol", min=0.0, help="Relative difference that is always allowed.")
-    ] = 0.0,
-    out: Annotated[Path | None, typer.Option("--out", help="Write a picture (.png, .svg, .pdf).")] = None,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Relative difference that is always allowed.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
     json: JsonOption = False,
 ) -> None:
     """Ask whether training runs are the same experiment.
@@ -64,8 +58,8 @@ def curves_command(
 
     \b
     Example:
-      twinshard curves a1.jsonl a2.jsonl a3.jsonl --against b1.jsonl b2.jsonl b3.jsonl --out curves.png
-      twinshard curves runs/first/leg1-torch/metrics.jsonl --against logs/ --rtol 1e-5
+      twinshard curves a1.jsonl a2.jsonl --against b1.jsonl b2.jsonl --out c.png
+      twinshard curves leg1-torch/metrics.jsonl --against logs/ --rtol 1e-5
     """
     from bridge.parity.curves.compare import compare_runs
     from bridge.parity.curves.series import MetricsError

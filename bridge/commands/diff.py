@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.commands.grouping import grouped, print_left_alone
+from bridge.commands.grouping import by_param_group, grouped, print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
     SHOWN,
@@ -16,7 +16,6 @@ from bridge.commands.options import (
     JsonOption,
     MappingOptions,
     SelectionOptions,
-    progress_console,
     some,
     user_errors,
 )
@@ -37,13 +36,11 @@ class ComparisonOptions(SelectionOptions):
 
     select: Annotated[
         list[str] | None,
-        typer.Option(
-            "--select", metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."
-        ),
+        typer.Option(metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."),
     ] = None
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
+        typer.Option(metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
     ] = None
     max_ulp: Annotated[
         int, typer.Option(min=0, max=_LARGEST_ULP, help="Allowed distance in units in the last place.")
@@ -122,8 +119,8 @@ def diff(
 
     \b
     Example:
-      twinshard diff runs/torch/step_40 runs/jax/step_40 --mapping decoder --max-ulp 2
-      twinshard diff runs/torch/step_40 small --rounded --weights-only
+      twinshard diff torch/step_40 jax/step_40 --mapping decoder --max-ulp 2
+      twinshard diff torch/step_40 small --rounded --weights-only
       twinshard diff gradients_a gradients_b --max-error 1e-5 --histogram
       twinshard diff gradients_a gradients_b --noise gradients_float64
     """
@@ -131,7 +128,7 @@ def diff(
 
     translation, step = mapping.arguments(), which.step_number()
     tolerance = comparison.tolerance()
-    with user_errors(json=json), byte_progress(progress_console(), "diff") as progress:
+    with user_errors(json=json), byte_progress(Console(stderr=True), "diff") as progress:
         report = run(
             a,
             b,
@@ -206,8 +203,12 @@ def _print_rest(out: Console, report: DiffReport, listing: ListingOptions) -> No
     )
     for title, names in only:
         if names:
-            print_line(out, f"{title}: {some(names)}")
-    for line in grouped((*report.mismatched, *report.structure)):
+            print_line(out, f"{title}: {some(by_param_group(names))}")
+    structure = {
+        text: [name for name, other in report.structure if other == text] for _, text in report.structure
+    }
+    folded = [(name, text) for text, names in structure.items() for name in by_param_group(names)]
+    for line in grouped((*report.mismatched, *folded)):
         print_line(out, line)
     for name, left, right in report.objects if listing.all_ else report.objects[:SHOWN]:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")

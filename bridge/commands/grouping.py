@@ -11,6 +11,7 @@ from bridge.core.text import first_of
 _NAMED = 3
 _LISTED = 8
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8}|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\b")
+_PARAM_GROUP = re.compile(r".*\bparam_groups[./][^./]+")
 _NUMBERS = re.compile(r"#(?:,? #)*,?")
 
 
@@ -36,6 +37,21 @@ def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str
         alike = len({text for _, text in members}) == 1
         lines.append(f"{shown} ({len(members)} in all){'' if alike else ', of the first'}: {members[0][1]}")
     return lines
+
+
+def by_param_group(names: Iterable[str]) -> list[str]:
+    """The names, in which each of an optimizer's ``param_groups`` stands once.
+
+    x.param_groups.0.lr, x.param_groups.0.betas -> x.param_groups.0 (2 values)
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        group = _PARAM_GROUP.match(name)
+        groups.setdefault(group[0] if group else name, []).append(name)
+    return [
+        members[0] if len(members) == 1 else f"{group} ({len(members)} values)"
+        for group, members in groups.items()
+    ]
 
 
 def print_left_alone(out: Console, names: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ class DrawingOptions:
     ] = False
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
+        typer.Option(metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
     ] = None
     tree: Annotated[
         bool | None,
@@ -44,7 +44,7 @@ class DrawingOptions:
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option("--depth", min=0, metavar="N", help="Show a tree of only the first N levels of names."),
+        typer.Option(min=0, metavar="N", help="Show a tree of only the first N levels of names."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -155,10 +155,16 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
     """
     from bridge.checkpoints.inspect.tensor_tree import ALIKE
     from bridge.core.formats.tensors.leaves import separator_of
+    from bridge.core.mapping.states.notes import PLACES
 
     deeper: Counter[str] = Counter()
     alike: dict[tuple[str, ...], list[tuple[str, list[str]]]] = {}
     for name, value in summary.objects.items():
+        if summary.object_paths[name] == PLACES and isinstance(value, dict):
+            print_line(
+                out, f"{name}: the places of {' and '.join(value)}, for the way back (--json prints them)"
+            )
+            continue
         words = [word for key in summary.object_paths[name] for word in str(key).split(".")]
         # Flat optimizer states have groups by parameter: param_groups.layers.0.weight.lr
         head = words.index(_GROUPS) + 1 if fold and _GROUPS in words[:-2] else len(words)

@@ -20,8 +20,4 @@ def hide_logs_of_stores() -> None:
     the user or by a variable such as GCSFS_DEBUG, stay as they are.
     """
     if logging.lastResort is not None:
-        logging.lastResort.addFilter(_is_of_others)
-
-
-def _is_of_others(record: logging.LogRecord) -> bool:
-    return record.name.partition(".")[0] not in _STORES
+        logging.lastResort.addFilter(lambda record: record.name.partition(".")[0] not in _STORES)

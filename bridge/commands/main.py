@@ -18,7 +18,7 @@ import sys
 import traceback
 import warnings
 from contextlib import suppress
-from typing import Annotated, Any, Final, Never, TextIO
+from typing import Annotated, Any, Final, Never
 
 import typer
 
@@ -81,17 +81,6 @@ def _root(
     """Options of the command itself."""
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    print_line(Console(stderr=True), f"warning: {message}")
-
-
 # The base class of typer's usage errors; only its subclass has a public name in all versions. Any, because no public
 # type has its show() and format_message().
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
@@ -112,7 +101,7 @@ def _require_no_empty_argument() -> None:
 
 def main() -> None:
     """Entry point of the `twinshard` command."""
-    warnings.showwarning = _show_warning
+    warnings.showwarning = lambda message, *_: print_line(Console(stderr=True), f"warning: {message}")
     stop_on_signals()
     hide_logs_of_stores()
     # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.

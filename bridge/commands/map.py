@@ -26,7 +26,7 @@ def map_(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the mapping there; default: print it.")
+        Path | None, typer.Option(metavar="FILE", help="Write the mapping there; default: print it.")
     ] = None,
     which: ItemOptions,
     json: JsonOption = False,

@@ -85,7 +85,6 @@ class MappingOptions:
     into: Annotated[
         str | None,
         typer.Option(
-            "--into",
             metavar="NAME",
             help="The mapping's convention to translate to, if several fit.",
             autocompletion=completion.conventions,
@@ -104,8 +103,7 @@ class MappingOptions:
     tied: Annotated[
         Literal["once", "both"] | None,
         typer.Option(
-            "--tied",
-            help="Store a weight with two names once, or under both; default: as in the first checkpoint.",
+            help="Store a weight with two names once, or under both; default: as in the first checkpoint."
         ),
     ] = None
     any_model: Annotated[
@@ -118,7 +116,6 @@ class MappingOptions:
     optimizer_order: Annotated[
         str | None,
         typer.Option(
-            "--optimizer-order",
             metavar="model|FILE",
             help="The weights behind torch's parameter numbers in an optimizer state: the model's "
             "order in each group, or the names in a text file, one per line.",
@@ -180,14 +177,13 @@ class ItemOptions:
     item: Annotated[
         list[str] | None,
         typer.Option(
-            "--item",
             metavar="NAME",
             help="Items of an Orbax step to read as one tree, if there are several; repeatable, or NAME,NAME.",
         ),
     ] = None
     step: Annotated[
         str | None,
-        typer.Option("--step", metavar="N|latest", help="The step to take from a directory of steps."),
+        typer.Option(metavar="N|latest", help="The step to take from a directory of steps."),
     ] = None
 
     @property
@@ -236,11 +232,6 @@ def explained(error: Exception) -> str:
 def some(names: Sequence[str], most: int = SHOWN) -> str:
     """`first_of`, with the number of names that a command shows."""
     return first_of(names, most)
-
-
-def progress_console() -> Console:
-    """Where progress goes."""
-    return Console(stderr=True)
 
 
 def item_names(options: list[str] | None) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from bridge.commands.options import (
     JsonOption,
     MappingOption,
     axis_sizes,
-    progress_console,
     user_errors,
 )
 from bridge.commands.output import Console, print_json, print_line, print_table
@@ -30,7 +29,7 @@ def parity(
     mapping: MappingOption = None,
     axis: AxisOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the report; default: runs/parity-<time>.")
+        Path | None, typer.Option(help="Folder for the report; default: runs/parity-<time>.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 also if something could not be compared.")
@@ -59,7 +58,7 @@ def parity(
     from bridge.parity.recorded.trace import TraceError, is_trace
 
     folder = out or Path("runs") / time.strftime("parity-%Y%m%d-%H%M%S")
-    console, progress = Console(), progress_console()
+    console, progress = Console(), Console(stderr=True)
 
     def say(text: str) -> None:
         print_line(progress, f"parity: {text}")

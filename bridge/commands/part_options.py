@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-
-class Engine(StrEnum):
-    """What runs a conversion."""
-
-    threads = "threads"
-    processes = "processes"
-    ray = "ray"
+Engine = Literal["threads", "processes", "ray"]
+"""What runs a conversion."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,6 @@ class PartOptions:
     part: Annotated[
         str | None,
         typer.Option(
-            "--part",
             metavar="K/N",
             help="Write only part K of N, counted from 1, as one job of an array; the last job to "
             "finish commits. All jobs need SRC and DST on a shared file system, and the same options.",
@@ -58,16 +51,14 @@ class PartOptions:
     engine: Annotated[
         Engine,
         typer.Option(
-            "--engine",
             help="threads: in this process. processes: --workers of them on this machine. ray: a "
             "Ray cluster (RAY_ADDRESS, or one on this machine), --workers CPUs for each part. "
-            "Parts of lost workers are repeated.",
+            "Parts of lost workers are repeated."
         ),
-    ] = Engine.threads
+    ] = "threads"
     parts: Annotated[
         int | None,
         typer.Option(
-            "--parts",
             min=1,
             metavar="N",
             help="Number of parts, each with its own files, for --engine processes and ray; default: "
@@ -77,7 +68,6 @@ class PartOptions:
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            "--bandwidth",
             metavar="GB/S",
             help="For --dry-run --part: storage bandwidth of one machine each way; default: 1.25, "
             "which is 10 Gbit/s.",
@@ -95,17 +85,17 @@ class PartOptions:
                 )
             if bandwidth is not None:
                 raise typer.BadParameter("--bandwidth needs --dry-run --part K/N: only this estimate uses it")
-        elif engine is not Engine.threads:
+        elif engine != "threads":
             raise typer.BadParameter(
                 f"--part K/N runs one part in this process; --engine {engine} runs all parts: give only one of them"
             )
-        if commit and engine is not Engine.threads:
+        if commit and engine != "threads":
             raise typer.BadParameter(
                 f"--commit is for parts run with --part; --engine {engine} commits without it"
             )
-        if parts is not None and engine is Engine.threads:
+        if parts is not None and engine == "threads":
             raise typer.BadParameter("--parts needs --engine processes or ray; for one part, use --part K/N")
-        if part is None and not commit and engine is Engine.threads:
+        if part is None and not commit and engine == "threads":
             return None
         if bandwidth is not None and not (dry_run and bandwidth > 0):
             raise typer.BadParameter(f"expected --dry-run and a bandwidth above 0 GB/s, got {bandwidth}")

@@ -62,13 +62,18 @@ def plan(
     \b
     Example:
       twinshard plan --example policies
-      twinshard plan fsdp_bf16 zero1 --model llama3-8b --devices 8,64,512 --memory 80GB
-      twinshard plan hsdp --model llama3-70b --devices 64 --memory 80GB --search --save mine.toml
-      twinshard plan fsdp --model llama3-8b --optimizer adafactor --frozen 'embed.*' --devices 8
-      twinshard plan fsdp --model my_llama/config.json --devices 64 --attention fused
+      twinshard plan fsdp_bf16 zero1 --model llama3-8b --devices 8,64,512 \\
+        --memory 80GB
+      twinshard plan hsdp --model llama3-70b --devices 64 --memory 80GB \\
+        --search --save mine.toml
+      twinshard plan fsdp --model llama3-8b --optimizer adafactor --devices 8 \\
+        --frozen 'embed.*'
+      twinshard plan fsdp --model llama/config.json --devices 64 --attention fused
       twinshard plan my_policy.toml --model decoder:default --devices 4 --compile
-      twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
-      twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
+      twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 \\
+        --engine both --length 64
+      twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss \\
+        --batch-shapes batch.toml --target h100:64
     """
     from bridge.checkpoints.inspect.chart import PictureError
     from bridge.commands.plan_answer import answer

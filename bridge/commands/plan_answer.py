@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridge.commands.plan_options import (
-    RuntimeChoice,
     ScenarioOptions,
     SearchOptions,
     TargetOptions,
@@ -75,7 +74,7 @@ def answer(
     check_target_options(target, scenario)
     memory = None if scenario.memory is None else parse_bytes(scenario.memory)
     reserve = parse_share(scenario.reserve)
-    attention = None if scenario.attention is None else Attention(scenario.attention.value)
+    attention = None if scenario.attention is None else Attention(scenario.attention)
     works = [
         Workload(scenario.batch, length, microbatches)
         for microbatches in parse_counts(scenario.microbatches, "microbatches")
@@ -86,7 +85,7 @@ def answer(
     optimizer = parse_optimizer(training.optimizer, training.moments, training.offload)
     stacked, frozen = tuple(training.stacked or ()), tuple(training.frozen or ())
     step = request.step(scenario.model, works, stacked, optimizer, frozen) if request else None
-    runtimes = RUNTIMES if scenario.runtime is RuntimeChoice.both else (scenario.runtime.value,)
+    runtimes = RUNTIMES if scenario.runtime == "both" else (scenario.runtime,)
     whole = resolve_models(scenario.model, ("jax",) if request else runtimes, stacked, attention)
     models = {runtime: with_frozen(model, frozen) for runtime, model in whole.items()}
     named = [load_policy(policy) for policy in dict.fromkeys(policies)]

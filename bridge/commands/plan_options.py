@@ -3,43 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from bridge.commands import completion
-
-
-class RuntimeChoice(StrEnum):
-    """The runtimes to plan for."""
-
-    both = "both"
-    torch = "torch"
-    jax = "jax"
-
-
-class AttentionChoice(StrEnum):
-    """The kinds of attention to count."""
-
-    plain = "plain"
-    fused = "fused"
-
-
-class EngineChoice(StrEnum):
-    """The engines to compile."""
-
-    both = "both"
-    shard_map = "shard_map"
-    pjit = "pjit"
-
-
-class XlaChoice(StrEnum):
-    """How XLA's GPU compiler schedules."""
-
-    default = "default"
-    recommended = "recommended"
 
 
 @dataclass(frozen=True)
@@ -49,7 +18,6 @@ class ScenarioOptions:
     model: Annotated[
         str,
         typer.Option(
-            "--model",
             metavar="MODEL",
             help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; a config.json of "
             "Hugging Face, or its folder; decoder:CONFIG, a TOML file with a [model] table or a "
@@ -60,7 +28,6 @@ class ScenarioOptions:
     devices: Annotated[
         str | None,
         typer.Option(
-            "--devices",
             metavar="N,...",
             help="Numbers of devices to plan for; default 8, or those of the targets.",
         ),
@@ -68,7 +35,6 @@ class ScenarioOptions:
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory",
             metavar="SIZE",
             help="Memory of one device, such as 80GB or 80GiB; shows which policies fit.",
         ),
@@ -76,15 +42,12 @@ class ScenarioOptions:
     reserve: Annotated[
         str,
         typer.Option(
-            "--reserve",
             metavar="SHARE",
             help="Share of --memory that a policy must leave free, such as 10%, or 0.",
         ),
     ] = "10%"
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1
-    length: Annotated[
-        str, typer.Option("--length", metavar="N,...", help="Numbers of tokens per sequence.")
-    ] = "4096"
+    length: Annotated[str, typer.Option(metavar="N,...", help="Numbers of tokens per sequence.")] = "4096"
     microbatches: Annotated[
         str,
         typer.Option("--microbatches", "--micro", metavar="N,...", help="Numbers of microbatches per step."),
@@ -92,7 +55,6 @@ class ScenarioOptions:
     units: Annotated[
         list[str] | None,
         typer.Option(
-            "--units",
             metavar="PATTERN",
             help="Names of the model's layers, such as 'blocks.*', for 'layers.*' in policies; may be repeated.",
         ),
@@ -100,21 +62,17 @@ class ScenarioOptions:
     node: Annotated[
         int | None,
         typer.Option(
-            "--node",
             min=1,
             metavar="N",
             help="Devices of one node: the size of the inner axis of hsdp and hfsdp, by default 2.",
         ),
     ] = None
-    runtime: Annotated[RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")] = (
-        RuntimeChoice.both
-    )
+    runtime: Annotated[Literal["both", "torch", "jax"], typer.Option(help="Runtime to plan for.")] = "both"
     attention: Annotated[
-        AttentionChoice | None,
+        Literal["plain", "fused"] | None,
         typer.Option(
-            "--attention",
             help="Attention to count in models planned by shape; default: fused in PyTorch (as in "
-            "Hugging Face's models), plain in JAX (as in CausalLM).",
+            "Hugging Face's models), plain in JAX (as in CausalLM)."
         ),
     ] = None
     compile_: Annotated[
@@ -134,27 +92,25 @@ class TargetOptions:
     target: Annotated[
         str | None,
         typer.Option(
-            "--target",
             metavar="NAME,...",
             help="Compile the whole JAX step with XLA's own compiler for GPUs a100|h100|h200|b200:N "
             "or TPUs v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
         ),
     ] = None
     engine: Annotated[
-        EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
-    ] = EngineChoice.shard_map
+        Literal["both", "shard_map", "pjit"],
+        typer.Option(help="Engine of the JAX step that --target compiles."),
+    ] = "shard_map"
     xla: Annotated[
-        XlaChoice,
+        Literal["default", "recommended"],
         typer.Option(
-            "--xla",
             help="For --target: XLA's default options, or also the options that let its GPU scheduler "
-            "overlap transfers with computation.",
+            "overlap transfers with computation."
         ),
-    ] = XlaChoice.default
+    ] = "default"
     loss: Annotated[
         str | None,
         typer.Option(
-            "--loss",
             metavar="PATH",
             help="For --target and your own model: package.module:function, called with the model and a batch.",
         ),
@@ -162,7 +118,6 @@ class TargetOptions:
     batch_shapes: Annotated[
         Path | None,
         typer.Option(
-            "--batch-shapes",
             metavar="FILE",
             help="For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype "
             '= "int32" } for each array of the batch; the first dimension holds the rows of a device and microbatch.',
@@ -171,7 +126,6 @@ class TargetOptions:
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens",
             min=1,
             metavar="N",
             help="For --batch-shapes: tokens, or examples, per device and microbatch, for "
@@ -181,7 +135,6 @@ class TargetOptions:
     price: Annotated[
         float | None,
         typer.Option(
-            "--price",
             min=0.0,
             metavar="DOLLARS",
             help="For --target: dollars per device-hour; adds the cost of tokens.",
@@ -190,7 +143,6 @@ class TargetOptions:
     efficiency: Annotated[
         str | None,
         typer.Option(
-            "--efficiency",
             metavar="PARTS",
             help="For --target: fractions of the hardware peaks that a step reaches; default "
             "products=0.75,memory=0.8,links=0.8.",
@@ -205,7 +157,6 @@ class TrainingOptions:
     stacked: Annotated[
         list[str] | None,
         typer.Option(
-            "--stacked",
             metavar="PATH",
             help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
         ),
@@ -213,7 +164,6 @@ class TrainingOptions:
     optimizer: Annotated[
         str,
         typer.Option(
-            "--optimizer",
             metavar="NAME",
             help="adamw, sgd, sgd-momentum, lion, adafactor or muon. A runtime that cannot run it "
             "is left out.",
@@ -223,7 +173,6 @@ class TrainingOptions:
     moments: Annotated[
         str | None,
         typer.Option(
-            "--moments",
             metavar="DTYPE[,DTYPE]",
             help="Dtypes of the first and second moment: float32, bfloat16, float16, float8_e4m3fn "
             "or float8_e5m2.",
@@ -232,7 +181,6 @@ class TrainingOptions:
     offload: Annotated[
         str | None,
         typer.Option(
-            "--offload",
             metavar="SHARE",
             help="Share of the optimizer state in CPU memory, such as 50%.",
         ),
@@ -240,7 +188,6 @@ class TrainingOptions:
     frozen: Annotated[
         list[str] | None,
         typer.Option(
-            "--frozen",
             metavar="PATTERN",
             help="Parameters that are not trained, such as 'embed.*' or '*.norm.*'; may be repeated.",
         ),
@@ -263,7 +210,6 @@ class SearchOptions:
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save",
             metavar="FILE",
             help="For --search: write the policy that fits as a file for both runtimes.",
         ),
@@ -276,7 +222,7 @@ class PictureOptions:
 
     chart: Annotated[
         Path | None,
-        typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
+        typer.Option(metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
     ] = None
     page: Annotated[
         Path | None,

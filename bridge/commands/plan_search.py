@@ -12,7 +12,7 @@ from bridge.commands.plan_pictures import write_whole
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.answers.search import Finding, search
-from bridge.planning.answers.search_report import answers, heading, only_file, policy_file, ways_table
+from bridge.planning.answers.search_report import answers, only_file, policy_file
 from bridge.planning.cost.cost import CostPlan, Workload, make_plan
 from bridge.planning.cost.optimizers import Optimizer
 from bridge.planning.models.errors import PlanError
@@ -87,9 +87,10 @@ def print_search(
     print_table(out, *answers(findings), left=1)
     for finding in findings:
         print_line(out)
-        print_line(out, heading(finding))
+        print_line(out, finding.summary())
         if finding.ways:
-            print_table(out, *ways_table(finding), left=1)
+            headings, *rows = finding.table()
+            print_table(out, headings, rows, left=1)
             if saved is None:
                 print_line(out)
                 print_text(out, (policy_file(finding, model) or "").rstrip())

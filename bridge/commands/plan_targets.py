@@ -11,13 +11,7 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bridge.commands.output import Console, print_line, print_table
-from bridge.commands.plan_options import (
-    EngineChoice,
-    RuntimeChoice,
-    ScenarioOptions,
-    TargetOptions,
-    XlaChoice,
-)
+from bridge.commands.plan_options import ScenarioOptions, TargetOptions
 from bridge.compiling import target_time
 from bridge.compiling.batch_shapes import BatchArray, load_batch_shapes
 from bridge.compiling.machines.targets import Target, targets_named
@@ -60,7 +54,7 @@ def check_target_options(options: TargetOptions, scenario: ScenarioOptions) -> N
         raise PlanError(
             "--compile: expected no --target, which compiles for other machines; run one command for each"
         )
-    if scenario.compile_ and scenario.runtime is RuntimeChoice.torch:
+    if scenario.compile_ and scenario.runtime == "torch":
         raise PlanError("--compile: expected --runtime jax or none, since XLA compiles JAX, got torch")
 
 
@@ -80,7 +74,7 @@ class TargetRequest:
     @staticmethod
     def of(options: TargetOptions, scenario: ScenarioOptions) -> TargetRequest | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
-        recommended = options.xla is XlaChoice.recommended
+        recommended = options.xla == "recommended"
         if options.target is None:
             step = (options.loss, options.batch_shapes, options.price, options.efficiency, options.tokens)
             if recommended or any(value is not None for value in step):
@@ -89,7 +83,7 @@ class TargetRequest:
                     "compiles the step that these options describe"
                 )
             return None
-        if scenario.runtime is RuntimeChoice.torch:
+        if scenario.runtime == "torch":
             raise PlanError("--target: expected --runtime jax or none, since XLA compiles JAX, got torch")
         targets = targets_named(options.target)
         counts = {target.devices for target in targets}
@@ -100,7 +94,7 @@ class TargetRequest:
             )
         return TargetRequest(
             targets,
-            ENGINES if options.engine is EngineChoice.both else (options.engine.value,),
+            ENGINES if options.engine == "both" else (options.engine,),
             options.loss,
             {} if options.batch_shapes is None else load_batch_shapes(options.batch_shapes),
             options.price,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.options import ExampleOption, JsonOption, progress_console, user_errors
+from bridge.commands.options import ExampleOption, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 
 
@@ -19,18 +19,17 @@ def relay(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="A built-in relay (default, bfloat16, quick) or a TOML file.",
+            help="A built-in relay (default, bfloat16, float8, quick) or a TOML file.",
             autocompletion=completion.relays,
         ),
     ] = "default",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder to create; default: runs/relay-<time>.")
+        Path | None, typer.Option(help="Run folder to create; default: runs/relay-<time>.")
     ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
-            "--repeats",
-            help="Repeat the fp32 reference this often with other rounding: the losses must stay in its band.",
+            help="Repeat the fp32 reference this often with other rounding: the losses must stay in its band."
         ),
     ] = None,
     json: JsonOption = False,
@@ -55,7 +54,7 @@ def relay(
 
     folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
     with user_errors(ConfigError, RelayError, json=json):
-        report = run(configured(), folder, progress_console())
+        report = run(configured(), folder, Console(stderr=True))
     console = Console()
     if json:
         print_json(console, report.as_dict())

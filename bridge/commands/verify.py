@@ -13,7 +13,6 @@ from bridge.commands.options import (
     ItemOptions,
     JsonOption,
     explained,
-    progress_console,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
@@ -48,7 +47,7 @@ def verify(
     from bridge.checkpoints.verify.verification import verify as run
 
     step = which.step_number()
-    with user_errors(json=json), byte_progress(progress_console(), "verify") as progress:
+    with user_errors(json=json), byte_progress(Console(stderr=True), "verify") as progress:
         report = run(path, finite=finite, workers=workers, progress=progress, items=which.items, step=step)
     out = Console()
     if json:

@@ -28,7 +28,7 @@ from bridge.planning.models.models import resolve_models
 
 TOLERANCE = 0.10
 """Tolerance of the peak, relative to the compiled one: without prefetch, planned peaks were within 8 % of XLA's
-(``bridge.planning.cost.peak``). Bytes and calls must be equal."""
+(``docs/measured/memory.md``). Bytes and calls must be equal."""
 LARGEST = 512
 """The most devices to simulate. XLA can compile for more, but needs a thread for each."""
 # A process that hangs in the compiler would block the command forever.

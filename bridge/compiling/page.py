@@ -1,13 +1,4 @@
-"""A plan as one HTML file that needs no network and runs no script: the answer, pictures, tables.
-
-::
-
-    heading     model, workload
-    answer      which policy fits and is the cheapest, in words
-    pictures    bytes at the peak; a step's timeline, for each target
-    tables      those of the command
-    notes       what the numbers mean and what they leave out
-"""
+"""A plan as one HTML file that needs no network and runs no script: the answer, pictures, tables, notes."""
 
 from __future__ import annotations
 
@@ -35,10 +26,10 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Answer:
-    """``good``: whether something fits; None if the question was not asked."""
+    """``good``: whether something fits; None if it is unknown."""
 
     text: str
-    good: bool | None = None
+    good: bool | None
 
 
 @dataclass(frozen=True)
@@ -126,24 +117,21 @@ def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
         where = f"{choice.devices} devices" + (
             f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
         )
-        if choice.policy is not None:
-            yield Answer(f"{where}: {choice.policy} is the cheapest that fits.", True)
-        elif choice.unknown:
-            yield Answer(f"{where}: {choice.doubt}.", False)
-        else:
-            yield Answer(f"{where}: no policy fits{comparison.in_runtimes}.", False)
+        good = True if choice.policy is not None else None if choice.unknown else False
+        more = comparison.in_runtimes if good is False else ""
+        yield Answer(f"{where}: {choice.answer}{more}.", good)
 
 
 def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:
     if findings:
         yield Block(table=search_report.answers(findings))
     for finding in findings:
-        heading = search_report.heading(finding)
         if finding.ways:
             policy = search_report.policy_file(finding, model) or ""
-            yield Block(text=heading, table=search_report.ways_table(finding), code=policy)
+            headings, *rows = finding.table()
+            yield Block(text=finding.summary(), table=(headings, rows), code=policy)
         else:
-            yield Block(text=heading)
+            yield Block(text=finding.summary())
 
 
 def _workloads(comparison: Comparison) -> str:

@@ -36,8 +36,12 @@ TIME_COLOURS = {
     "all_to_all": YELLOW,
     "ppermute": GREY,
 }
-# So that colour is not the only difference.
-_HATCHES = {"moments": "///", "gradients": "...", "memory": "///", "waiting": "xxx", "reduce_scatter": "..."}
+# So that colour is not the only difference in a bar or a lane.
+_HATCHES = {
+    **{"moments": "///", "gradients": "...", "rest of the peak": "xxx"},
+    **{"memory": "///", "waiting": "xxx"},
+    **{"reduce_scatter": "...", "psum": "\\\\\\", "all_to_all": "oo", "ppermute": "+++"},
+}
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
 """Columns of a picture. If a lane has more spans, each column shows one of them."""

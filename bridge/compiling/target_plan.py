@@ -162,7 +162,9 @@ class TargetPlan:
         """The cheapest row that fits, for each target."""
         for target in dict.fromkeys(row.task.target for row in self.rows):
             fit = [row for row in self.rows if row.task.target == target and row.fits]
-            yield target, min(fit, key=_cost, default=None)
+            # A row of unknown cost does not count as cheap.
+            fit.sort(key=lambda row: (row.sent is None, row.sent or 0, row.peak or 0))
+            yield target, next(iter(fit), None)
 
     def as_dict(self, times: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """As JSON values. ``times``: the estimate for each row."""
@@ -181,11 +183,6 @@ class TargetPlan:
             "cheapest": cheapest,
             "refused": list(self.refused),
         }
-
-
-def _cost(row: TargetRow) -> tuple[bool, int, int]:
-    """The sort key of a row's cost; a row of unknown cost does not count as cheap."""
-    return row.sent is None, row.sent or 0, row.peak or 0
 
 
 def tasks_of(

@@ -8,7 +8,7 @@ A step runs its programs one after the other, so their times add up. Model opera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -198,18 +198,9 @@ def _sum(parts: Sequence[StepTime]) -> StepTime:
     flops: Counter[str] = Counter()
     for part in parts:
         flops.update(part.flops)
-
-    def total(of: Callable[[StepTime], float]) -> float:
-        return sum(map(of, parts))
-
-    return StepTime(
-        total(lambda time: time.products),
-        total(lambda time: time.memory),
-        total(lambda time: time.exposed),
-        total(lambda time: time.communication),
-        dict(flops),
-        total(lambda time: time.product_peak),
-    )
+    kinds = ("products", "memory", "exposed", "communication", "product_peak")
+    seconds = {kind: sum(getattr(part, kind) for part in parts) for kind in kinds}
+    return StepTime(**seconds, flops=dict(flops))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 
 
@@ -24,6 +25,17 @@ def install_advice(*extras: str) -> str:
     ]
     elsewhere = f"; without a clone: pip install {' '.join(wanted)}" if wanted else ""
     return f"pip install '.[{','.join(extras)}]' in a clone of Twinshard{elsewhere}"
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """The versions of those of ``packages`` that are installed, by name."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def why_no_pictures() -> str | None:

@@ -88,10 +88,16 @@ def load_json(path: str | os.PathLike[str], error: MakeError, expected: str = "a
     return parse_json(read_text(path, error, most=MAX_JSON, expected=expected), str(path), error, expected)
 
 
-def parse_json(text: str | bytes, what: str, error: MakeError, expected: str = "a JSON file") -> Any:
-    """The value in a text. what: the file, for errors."""
+def parse_json(
+    text: str | bytes,
+    what: str,
+    error: MakeError,
+    expected: str = "a JSON file",
+    make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value in a text. what: the file, for errors. make_object: from an object's entries; default: a dict."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply") from None
     except ValueError as failure:

@@ -131,7 +131,8 @@ def _fused_fits(whole: Family, parts: Sequence[Family]) -> Iterator[Fit]:
                 fused.append(tuple(own[x] for x in fit.a[0].dims[axis][0]))
                 sizes |= {table.get(x, x): n for x, n in fit.sizes.items()}
                 entry = fit.b[0]
-                entries.append(replace(entry, dims=tuple(_rename_dim(dim, table) for dim in entry.dims)))
+                renamed = (tuple(tuple(table.get(x, x) for x in part) for part in dim) for dim in entry.dims)
+                entries.append(replace(entry, dims=tuple(renamed)))
             used = {x for entry in entries for dim in entry.dims for part in dim for x in part}
             used |= set(INDEX_NAMES)
             dims = (*beside[:axis], tuple(fused), *beside[axis:])
@@ -180,10 +181,6 @@ def _match_axes(first: Fit, fit: Fit, axis: int) -> dict[str, str] | None:
                 return None
             table[x] = y
     return table
-
-
-def _rename_dim(dim: Dim, table: Mapping[str, str]) -> Dim:
-    return tuple(tuple(table.get(x, x) for x in part) for part in dim)
 
 
 def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:

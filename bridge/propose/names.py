@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -26,61 +28,12 @@ _LIGHT = 0.2
 # If one of these is the gate projection, a module called `gate` chooses experts.
 _OTHER_GATES = frozenset({"w1", "gate_proj", "wi_0", "gate_up_proj"})
 
-# Component of a path, in lower case -> its words. Other components are split at "_" and at case changes.
 _WORDS: Mapping[str, str] = {
     word: meaning
-    for words, meaning in (
-        ("wq q q_proj query query_proj to_q q_lin q_a_proj", "query"),
-        ("wk k k_proj key key_proj to_k k_lin", "key"),
-        ("wv v v_proj value value_proj to_v v_lin", "value"),
-        ("wqkv qkv qkv_proj c_attn query_key_value in_proj", "query key value"),
-        ("kv kv_proj wkv", "key value"),
-        ("wo o o_proj out out_proj output_proj to_out attn_vec_einsum", "out"),
-        ("w1 gate gate_proj wi_0 gating w_gate", "gate"),
-        ("w3 up up_proj wi_1 w_up", "up"),
-        ("w13 gate_up gate_up_proj gating_einsum wi", "gate up"),
-        ("w2 down down_proj fc2 fc_out w_down", "down"),
-        ("c_fc fc1 fc_in", "up"),
-        ("self_attn attn self_attention attention selfattention mixer", "attention"),
-        ("mlp feed_forward feedforward ffn ff mlpblock", "mlp"),
-        ("moe block_sparse_moe moeblock sparse_moe", "mlp experts"),
-        ("router gate_router", "router"),
-        ("expert experts", "experts"),
-        ("embed embed_tokens tok_embeddings wte token_embedder word_embeddings embedder", "embed"),
-        ("wpe positions position_embeddings position_embedder pos_embed pos_embedding", "position"),
-        ("lm_head output head logits_dense logits unembed", "head"),
-        ("ln_f final_norm decoder_norm final_layernorm final_layer_norm", "final norm"),
-        (
-            "attention_norm input_layernorm pre_self_attention_layer_norm pre_self_attention_norm "
-            "pre_attention_norm pre_attn_norm ln_1 ln1",
-            "attention norm",
-        ),
-        (
-            "mlp_norm ffn_norm post_attention_layernorm post_self_attention_layer_norm "
-            "pre_feedforward_layernorm pre_mlp_norm pre_ffw_norm ln_2 ln2",
-            "mlp norm",
-        ),
-        (
-            "post_attention_norm post_attn_norm post_self_attention_norm attention_output_norm",
-            "attention post norm",
-        ),
-        ("post_feedforward_layernorm post_ffw_norm post_mlp_norm mlp_output_norm", "mlp post norm"),
-        ("q_norm query_norm", "query norm"),
-        ("k_norm key_norm", "key norm"),
-        ("layernorm layer_norm rmsnorm ln norm", "norm"),
-        ("weight kernel scale embedding w gamma", "weight"),
-        ("bias b beta", "bias"),
-        ("model params decoder transformer module base_model layer layers h block blocks", ""),
-        ("batch_stats cell rnn", ""),
-        ("running_mean", "mean"),
-        ("running_var", "var"),
-        ("dense_i", "input"),
-        ("dense_h", "hidden"),
-        ("forward_rnn forward fwd fw", "forward"),
-        ("backward_rnn backward bwd bw reverse", "reverse"),
-    )
+    for meaning, words in tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8")).items()
     for word in words.split()
 }
+"""The words of a component of a path, by the component in lower case."""
 # Parameters that torch's own modules register directly, not as the `weight` of an inner module.
 _ATTENTION = re.compile(r"in_proj_(weight|bias)|([qkv])_proj_(weight)|(bias)_([kv])")
 _RECURRENT = re.compile(r"(weight|bias)_(ih|hh|hr)(?:_l([0-9]+)(_reverse)?)?")

@@ -130,7 +130,11 @@ class Namer:
         for word in ("query", "key", "value", "gate", "up"):
             if word in family.words:
                 return word
-        parts = [part for part in _identifiers(family.path) if part not in ("weight", "kernel", "bias")]
+        parts = [
+            part
+            for part in re.findall(r"[A-Za-z]\w*", family.path)
+            if part not in ("weight", "kernel", "bias")
+        ]
         return parts[-1] if parts else "part"
 
 
@@ -158,7 +162,7 @@ class ProposedRule:
     @property
     def short(self) -> str:
         """Only the axes."""
-        return " = ".join(" & ".join(_axes_text(text) for text in side) for side in (self.a, self.b))
+        return " = ".join(" & ".join(text.rpartition(" : ")[2] for text in side) for side in (self.a, self.b))
 
 
 def render(
@@ -226,12 +230,3 @@ def _dim(dim: Dim, names: Mapping[str, str]) -> str:
     parts = [" ".join(names.get(x, x) for x in part) or "1" for part in dim]
     text = " + ".join(parts)
     return f"({text})" if len(parts) > 1 or " " in text else text
-
-
-def _axes_text(text: str) -> str:
-    path, _, axes = text.partition(" : ")
-    return axes or path
-
-
-def _identifiers(path: str) -> list[str]:
-    return re.findall(r"[A-Za-z]\w*", path)

@@ -41,7 +41,10 @@ def _next(rules: Sequence[ProposedRule]) -> tuple[int, ProposedRule] | None:
             for side, where, index, values in (() if rule.optional else _places(rule))
             if set(values) != numbers[side, where]
         }
-        if any(len(values) > 1 or _is_axis(rule, index) for index, values in uneven.items()):
+        paths = [text.partition(" : ")[0] for text in (*rule.a, *rule.b)]
+        if any(
+            len(values) > 1 or not all(index in path for path in paths) for index, values in uneven.items()
+        ):
             return position, replace(rule, optional=True)
         if uneven:
             return position, _written(rule, {index: number for index, (number,) in uneven.items()})
@@ -56,10 +59,6 @@ def _places(rule: ProposedRule) -> Iterator[tuple[int, str, str, Numbers]]:
             known = dict(zip(_INDEX.findall(entry.path), entry.family.numbers, strict=True))
             for match in _INDEX.finditer(path):
                 yield side, path[: match.end()], match.group(), known[match.group()]
-
-
-def _is_axis(rule: ProposedRule, index: str) -> bool:
-    return not all(index in text.partition(" : ")[0] for text in (*rule.a, *rule.b))
 
 
 def _written(rule: ProposedRule, numbers: Mapping[str, int]) -> ProposedRule:

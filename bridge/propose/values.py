@@ -14,7 +14,7 @@ from bridge.core.formats.tensors.base import Box, CheckpointReader, unreadable
 from bridge.core.mapping.language.expression import Expression
 from bridge.core.mapping.language.operations import as_dtype
 from bridge.propose.axes import Entry, Fit
-from bridge.propose.names import INDEX_NAMES, Family
+from bridge.propose.names import INDEX_NAMES
 from bridge.propose.text import Namer, entry_text
 
 _SAMPLES = 24
@@ -79,16 +79,13 @@ class Evidence:
     ) -> np.ndarray:
         index = tuple(start + sum(step * indices[x] for x, step in terms.items()) for start, terms in block)
         names = re.findall(r"\{\w\}", entry.path)
-        numbers = _numbers(entry.family, names, indices)
+        every = zip(names, entry.family.numbers, strict=True)
+        numbers = tuple(of_index[indices[name]] for name, of_index in every)
         key = (side, entry.family.members[numbers].name, index)
         if key not in self._read:
             box = Box(index, (1,) * len(index))
             self._read[key] = self._readers[side].read(key[1], box)
         return self._read[key]
-
-
-def _numbers(family: Family, names: Sequence[str], indices: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(numbers[indices[name]] for name, numbers in zip(names, family.numbers, strict=True))
 
 
 def _blocks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bridge.relay.report import RelayReport
@@ -60,5 +59,4 @@ def relay_figure(report: RelayReport) -> Figure:
 
 def save_picture(report: RelayReport, path: Path) -> None:
     """Write ``relay_figure`` as a PNG."""
-    figure = relay_figure(report)
-    FigureCanvasAgg(figure).print_figure(str(path), dpi=130)
+    relay_figure(report).savefig(path, dpi=130)

@@ -167,12 +167,8 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
                 ) from None
             if status:
                 raise LegError(f"{first.leg.framework}: {_own_error(first, status, first.folder / OUTPUT)}")
-    return [_rehearsal_error(job) for job in jobs]
-
-
-def _rehearsal_error(job: Job) -> str | None:
-    report = job.folder / "error-rank0"
-    return _summary(report) if report.exists() else None
+    reports = [job.folder / "error-rank0" for job in jobs]
+    return [_summary(report) if report.exists() else None for report in reports]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

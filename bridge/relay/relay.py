@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import time
@@ -26,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
-from bridge.core.extras import install_advice, why_no_pictures
+from bridge.core.extras import install_advice, installed_versions, why_no_pictures
 from bridge.core.progress import is_watched
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
@@ -118,13 +117,8 @@ def _unfit(number: int, leg: Leg, error: str) -> Exception:
 def versions() -> dict[str, str]:
     """The versions of the interpreter and the packages, for the report."""
     names = ("twinshard", "torch", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
-    versions = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
+    return {**machine, **dict.fromkeys(names, "not installed"), **installed_versions(*names)}
 
 
 def _progress(console: Console) -> Progress:

@@ -262,35 +262,27 @@ class RelayReport(Viewed):
 
     def table(self) -> list[tuple[str, ...]]:
         """A heading and one row per leg: steps, losses, largest differences in the leg, its hop, sizes and seconds."""
-        heading = (
-            "leg",
-            "steps",
-            "first loss",
-            "last loss",
-            "vs fp32",
-            "vs fp64",
-            "curve",
-            "hop ULP",
-            "MB",
-            "hop s",
-            "leg s",
-        )
         to_fp32, to_fp64 = self.differences("relay_fp32"), self.differences("relay_fp64")
         curves = self.curves()
-        rows: list[tuple[str, ...]] = [heading]
+        rows = []
         for leg in self.legs:
             own = slice(leg.first_step, leg.first_step + len(leg.losses))
-            title = ", ".join([leg.title, *leg.precision])
-            steps = f"{own.start}-{own.stop - 1}"
-            losses = (f"{leg.losses[0]:.5f}", f"{leg.losses[-1]:.5f}")
-            differences = (f"{max(to_fp32[own]):.1e}", f"{max(to_fp64[own]):.1e}")
-            curve = curves.verdict_between(own.start, own.stop)
-            hop = ("-", "-") if leg.hop is None else (str(leg.hop.max_ulp), f"{leg.hop.seconds:.1f}")
-            size = f"{leg.checkpoint_bytes / 1e6:.1f}"
             rows.append(
-                (title, steps, *losses, *differences, curve, hop[0], size, hop[1], f"{leg.seconds:.1f}")
+                {
+                    "leg": ", ".join([leg.title, *leg.precision]),
+                    "steps": f"{own.start}-{own.stop - 1}",
+                    "first loss": f"{leg.losses[0]:.5f}",
+                    "last loss": f"{leg.losses[-1]:.5f}",
+                    "vs fp32": f"{max(to_fp32[own]):.1e}",
+                    "vs fp64": f"{max(to_fp64[own]):.1e}",
+                    "curve": curves.verdict_between(own.start, own.stop),
+                    "hop ULP": "-" if leg.hop is None else str(leg.hop.max_ulp),
+                    "MB": f"{leg.checkpoint_bytes / 1e6:.1f}",
+                    "hop s": "-" if leg.hop is None else f"{leg.hop.seconds:.1f}",
+                    "leg s": f"{leg.seconds:.1f}",
+                }
             )
-        return rows
+        return [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
 
     def __repr__(self) -> str:
         verdict = "good" if self.good else f"not good, {self.failures()[0]}"

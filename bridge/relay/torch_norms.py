@@ -25,10 +25,9 @@ def state_norms(
             for norm_kind, key in STATE.items()
         }
     return {
-        norm_kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
+        norm_kind: {
+            name: float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+            for name, tensor in tensors.items()
+        }
         for norm_kind, tensors in kinds.items()
     }
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
@@ -54,11 +56,17 @@ class DeviceMemory:
         return self.on_host.total
 
 
-@dataclass(frozen=True)
-class MemoryReport:
+@dataclass(frozen=True, repr=False)
+class MemoryReport(Viewed):
     """One entry for each device that this process addresses."""
 
     devices: tuple[DeviceMemory, ...]
+
+    def summary(self) -> str:
+        """One line."""
+        most, host = (max((getattr(d, name) for d in self.devices), default=0) for name in ("total", "host"))
+        more = f", and {human_bytes(host)} in host memory" if host else ""
+        return f"{len(self.devices)} devices: at most {human_bytes(most)} at rest on one{more}"
 
     def __str__(self) -> str:
         columns = (*KINDS, "total")

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.core.sharding import plan_layout
+from bridge.report_page.palette import BLUE, ORANGE, VERMILION
 from tests.bench.layout_groups import Shape, Shapes, reference_groups
 from tests.bench.layout_rules import fsdp2_rule, lcm_rule, row_bound
 
@@ -334,9 +335,9 @@ def save_plot(cells: Sequence[Cell], path: Path) -> None:
     axes = figure.subplots(1, 2, sharey=True)
     panels = (("all", cells), ("vectors and matrices only:", [cell for cell in cells if cell.flat]))
     styles = {
-        "lcm": ("one common multiple (Megatron-FSDP)", {"color": "#d1495b", "marker": "s"}),
-        "fsdp2": ("each parameter by itself (FSDP2)", {"color": "#edae49", "marker": "^"}),
-        "ours": ("Twinshard", {"color": "#00798c", "marker": "o", "lw": 2.5}),
+        "lcm": ("one common multiple (Megatron-FSDP)", {"color": VERMILION, "marker": "s"}),
+        "fsdp2": ("each parameter by itself (FSDP2)", {"color": ORANGE, "marker": "^"}),
+        "ours": ("Twinshard", {"color": BLUE, "marker": "o", "lw": 2.5}),
         "bound": ("bound for whole rows", {"color": "black", "ls": ":"}),
     }
     for axis, (title, chosen) in zip(axes, panels, strict=True):

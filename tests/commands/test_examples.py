@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,8 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
+from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.examples.write import FILES, write_example
-from bridge.relay.config import ConfigError, RelayConfig
+from bridge.relay.config import BUILT_IN, ConfigError, RelayConfig
+from jax_impl.models import CausalLMConfig
 from tests.support.bridge.example_checkpoints import CHECKPOINTS, write_checkpoints
 
 EXAMPLES = ("convert", "parity", "plan", "relay")
@@ -114,6 +117,37 @@ def test_the_checkpoints_of_convert_are_those_that_their_generator_makes(tmp_pat
         assert [file for file in made if made[file] != shipped[file]] == []
 
 
+def test_the_example_of_convert_has_what_a_model_and_its_way_there_and_back_need(here: Path) -> None:
+    """The notes of a conversion are one line; a way back from another program's save says what it lost."""
+    write_example("convert", "ck")
+    fields = json.loads((here / "ck" / "torch" / "config.json").read_text())
+    assert CausalLMConfig.from_hf(fields).norm_eps == 1e-5
+    assert call("convert", "ck/torch", "ck/jax", "--mapping", "llama").exit_code == 0
+    told = call("inspect", "ck/jax", "--depth", 2).stdout.splitlines()
+    assert "twinshard/places: the places of hf, for the way back (--json prints them)" in told
+    back = call("convert", "ck/jax", "ck/back", "--mapping", "llama")
+    assert (back.exit_code, "at the root" in back.stdout) == (0, False)
+    with open_checkpoint("ck/jax") as reader:
+        tree = {tensor.path: reader.read(name) for name, tensor in reader.tensors.items()}
+    with create_checkpoint("ck/other", "orbax") as writer:
+        for path, array in tree.items():
+            name = writer.add_tensor(path, array.shape, array.dtype).name
+            for box in writer.chunks(name):
+                writer.write(name, box, array[box.slices()])
+    words = ("--mapping", "llama", "--into", "hf", "--axis", "d=4")
+    state = call("convert", "ck/other", "ck/again", *words, "--to", "dcp").stdout
+    assert (
+        "note: the weights are at the root, without model in front of their names: load them by dcp.load({**w"
+        in state
+    )
+    weights = call("convert", "ck/other", "ck/hf", *words, "--to", "safetensors", "--weights-only").stdout
+    assert "note: no config.json went along, and from_pretrained needs it" in weights
+    assert "at the root" not in weights
+    shutil.copy("ck/torch/config.json", "ck/other")
+    weights = call("convert", "ck/other", "ck/whole", *words, "--to", "safetensors", "--weights-only").stdout
+    assert "note: no config.json" not in weights
+
+
 def test_the_example_of_convert_finds_the_matrix_that_was_not_transposed(here: Path) -> None:
     *right, wrong = commands(write_example("convert", "ck"))
     for line in right:
@@ -202,6 +236,14 @@ def test_the_example_of_parity_differs_in_the_epsilon_of_one_norm_alone(here: Pa
     with run.importing():
         assert epsilons(run.build("jax")) == (1e-5, 1e-5)
     del sys.modules["jax_model"]
+
+
+def test_the_help_of_relay_names_every_built_in_relay() -> None:
+    text = " ".join(call("relay", "--help").stdout.split())
+    names = [file.stem for file in BUILT_IN.glob("*.toml")]
+    assert re.search(r"built-in relay \((.*?)\)", text)[1].split(", ") == sorted(
+        names, key=lambda name: (name != "default", name)
+    )
 
 
 def test_the_example_of_relay_is_a_relay_and_its_refusal_names_the_leg(here: Path) -> None:

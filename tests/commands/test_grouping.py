@@ -8,7 +8,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from bridge.checkpoints.convert.conversion import convert
-from bridge.commands.grouping import grouped
+from bridge.commands.grouping import by_param_group, grouped
 from bridge.commands.main import app
 from tests.checkpoints.test_convert import write
 
@@ -28,6 +28,31 @@ def test_many_of_a_kind_are_one_sentence_a_count_and_three_names() -> None:
         "x: another",
     ]
     assert len(grouped([("w", f"expected shape {shape}") for shape in [(1,), (2, 3), (4, 5, 6), (7,)]])) == 1
+
+
+def test_values_of_an_optimizers_group_are_one_name() -> None:
+    names = [f"optimizer.param_groups.{k}.{name}" for k in range(2) for name in ("lr", "betas", "eps")]
+    assert by_param_group(["step", *names, "x.param_groups.0.lr", "param_groups"]) == [
+        "step",
+        "optimizer.param_groups.0 (3 values)",
+        "optimizer.param_groups.1 (3 values)",
+        "x.param_groups.0.lr",
+        "param_groups",
+    ]
+
+
+def test_diff_names_a_group_that_one_side_lacks_once(tmp_path: Path) -> None:
+    group = {
+        ("optimizer", "param_groups", 0, name): value for name, value in {"lr": 0.1, "eps": 1e-8}.items()
+    }
+    empty = {("optimizer", "param_groups", 0, name): None for name in ("foreach", "fused", "x", "y")}
+    write(tmp_path / "a", "orbax", {"optimizer/w": np.ones(2, np.float32)}, group | empty)
+    write(tmp_path / "b", "orbax", {"optimizer/w": np.ones(2, np.float32)}, {})
+    lines = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")]).stdout.splitlines()
+    assert lines[:2] == [
+        "values that are not tensors, only in A: optimizer/param_groups/0 (2 values)",
+        "optimizer/param_groups/0 (4 values): None in a, not in the tree of b",
+    ]
 
 
 def test_verify_and_diff_do_not_grow_with_the_tensors(tmp_path: Path) -> None:

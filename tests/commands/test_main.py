@@ -44,11 +44,15 @@ def dcp(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-@pytest.mark.parametrize("name", ["convert", "curves", "diff", "families", "inspect", "relay"])
-def test_the_help_of_every_command_shows_an_example(name: str) -> None:
+HELPED = ("convert", "curves", "diff", "families", "inspect", "map", "parity", "plan", "relay", "verify")
+
+
+@pytest.mark.parametrize("name", HELPED)
+def test_the_help_of_every_command_shows_an_example_and_fits_a_terminal(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0
-    assert f"Example:\n    twinshard {name} " in result.stdout
+    assert re.search(rf"Examples?:\n    twinshard {name} ", result.stdout)
+    assert [line for line in result.stdout.splitlines() if len(line) > 80] == []
 
 
 def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:

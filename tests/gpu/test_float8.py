@@ -110,7 +110,7 @@ def test_float8_weights_learn_as_those_in_bfloat16(
 @pytest.mark.parametrize("gather", ["mxfp8", E4M3])
 def test_gathered_weights_have_the_bits_that_a_cpu_quantizes(one_rank: None, gather: Any) -> None:
     """Of what forward computes with, in float32, where nothing is rounded a second time."""
-    from bridge.core.sharding.policy import float8 as formats
+    from tests.support.bridge import float8_reference
 
     model = sharded(mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32, gather_dtype=gather))
     plain = network()
@@ -119,9 +119,9 @@ def test_gathered_weights_have_the_bits_that_a_cpu_quantizes(one_rank: None, gat
         layer.unshard()
         matrix = want.up.weight.detach().cpu().numpy()
         quantize, dequantize = (
-            (formats.quantize_rows, formats.dequantize_rows)
+            (float8_reference.quantize_rows, float8_reference.dequantize_rows)
             if gather == "mxfp8"
-            else (formats.quantize_tensor, formats.dequantize_tensor)
+            else (float8_reference.quantize_tensor, float8_reference.dequantize_tensor)
         )
         expected = torch.from_numpy(dequantize(*quantize(matrix)).copy())
         assert same_bits([layer.up.weight], [expected])

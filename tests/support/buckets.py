@@ -59,7 +59,7 @@ def s3_environment(url: str) -> Mapping[str, str]:
 
 @dataclass
 class Request:
-    """A request through a proxy: bytes of its body and of the answer. ``part``: it uploads a part of an object."""
+    """A request through a proxy: the bytes of its body and of its answer. ``part``: whether it uploads a part."""
 
     method: str
     path: str

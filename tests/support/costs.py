@@ -1,7 +1,7 @@
 """Record the CPU time of each test: ``python -m pytest -p tests.support.costs --costs costs.tsv``.
 
 The CPU time counts the test's process, its running descendants, and its children that ended: rank processes, legs of
-the relay, notebook kernels. A busy machine changes wall time by a factor of 2 to 10, and CPU time little.
+the relay, notebook kernels. On a busy machine wall time grows by a factor of 2 to 10, but CPU time hardly grows.
 
 Each line has the CPU seconds of the test with its set-up, the seconds of compiling in the test's own process, the
 seconds of compiling that the persistent cache saved there, and the node id. Workers of pytest-xdist append to the same

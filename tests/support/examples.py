@@ -1,4 +1,4 @@
-"""The number of hypothesis examples: in ``make test`` few and always the same, in ``make test-all`` all of them."""
+"""The number of hypothesis examples: ``make test`` runs a few, always the same, and ``make test-all`` runs all."""
 
 from __future__ import annotations
 

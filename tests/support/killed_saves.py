@@ -50,7 +50,7 @@ KEPT = 2
 def serve(run: Callable[[dict[str, Any], int], None], patience: float = 60) -> None:
     """For each line of JSON, fork ``world`` processes that call ``run(job, rank)``, and print how they ended.
 
-    patience: after one process is killed, the others get this many seconds to end; then they are killed, too.
+    patience: the seconds that the other processes have to end after one process is killed. Then they are killed, too.
     """
     for line in sys.stdin:
         job = json.loads(line)
@@ -153,7 +153,7 @@ class Zygote:
         log = folder / f"log-{len(list(folder.glob('log-*')))}"
         log.mkdir(parents=True)
         job = {"world": world, "victim": victim, "operation": operation, "delay": delay}
-        # Survivors of a kill must not wait for long. Without a kill, a process may wait for a slow process.
+        # After a kill, the survivors must end soon. Without a kill, a process may wait for a slow one.
         job |= {"directory": str(folder / "run"), "log": str(log), "timeout": 5 if operation else 60}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         # Libraries may print lines of their own.

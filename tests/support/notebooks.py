@@ -28,9 +28,13 @@ def execute(path: Path, relay: str = "default") -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook,
+        timeout=1800,
+        kernel_name="python3",
+        coalesce_streams=True,  # otherwise a slow machine stores each line by itself
+        resources={"metadata": {"path": str(FOLDER)}},
     )
-    # A stored notebook has no use for a bar that came and went.
+    # A progress bar would leave its last state in the stored outputs.
     with patch.dict(os.environ, TWINSHARD_RELAY=relay, TQDM_DISABLE="1"):
         return client.execute()
 

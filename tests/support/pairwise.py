@@ -24,7 +24,7 @@ def together(row: Sequence[Hashable], strength: int) -> set[Hashable]:
 
 
 def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
-    """Indices of few rows that together hold every pair (or value, or triple) of ``rows``, chosen greedily."""
+    """Indices of a few rows, chosen greedily, that together hold every pair (or value, or triple) of ``rows``."""
     left = [together(row, strength) for row in rows]
     missing = set().union(*left)
     chosen = []

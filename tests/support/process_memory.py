@@ -10,7 +10,7 @@ from typing import Self
 def status_bytes(field: str) -> int:
     """A field of /proc/self/status in bytes: VmRSS, RssAnon, or VmHWM (the peak of VmRSS).
 
-    getrusage would not do: its maximum starts at the maximum of the parent process.
+    The maximum of getrusage is of no use: it starts at the maximum of the parent process.
     """
     with open("/proc/self/status") as status:
         return int(next(line for line in status if line.startswith(field)).split()[1]) * 1024

@@ -1,8 +1,8 @@
 """A group of rank processes that lives longer than a single test.
 
 The import of torch takes seconds, so one process imports torch and forks the ranks, which then run one function after
-another (four ranks train their first step after 6.5 CPU seconds instead of 13.1). For each call, every participating
-process joins a new gloo process group of the requested size, so one group of four serves worlds 1 to 4.
+another. So four ranks train their first step after 6.5 CPU seconds instead of 13.1. For each call, every participating
+process joins a new gloo process group of the requested size, so four processes serve worlds of 1 to 4 ranks.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class _Work:
 
     def rests(self) -> bool:
         seconds, runs = trees_seconds(self._pids)
-        # Below 2 % of a core the ranks rest: gloo's threads poll a hundred times a second. A process that is ready to
-        # run or waits for the disk works, however little CPU time a busy machine gives it.
+        # Ranks that use less than 2 % of a core rest, since gloo's threads poll a hundred times a second. A process
+        # works if it is ready to run or waits for the disk, however little CPU time a busy machine gives it.
         if runs or seconds - self._seconds > 0.02 * (time.monotonic() - self._since):
             self._since, self._seconds = time.monotonic(), seconds
         return self.resting_seconds() > RESTING_SECONDS

@@ -1,7 +1,7 @@
 """The commands of README.md and what they print; ``python -m tests.support.readme [JOB...]`` refreshes the output.
 
-A block of ``bash`` holds commands, the block of ``text`` after it what they print on a terminal of 80 columns. A line
-"..." there stands for lines that are left out.
+A block of ``bash`` holds commands. The block of ``text`` after it holds their output on a terminal of 80 columns, in
+which a line "..." stands for lines that are left out.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def comparable(text: str, job: Job) -> str:
     """The words of ``text`` without times and without the numbers that depend on the machine."""
     text = re.sub(r"in [\d.]+ s \(.*?/s\)", "in # s", " ".join(text.split()))
     if job.name == "parity":
-        # Errors depend on the machine; what a cause names does not.
+        # The size of an error depends on the machine. The cause of the error does not.
         text = re.sub(r"(?<!epsilon )(?<!\S)\d[\d.]*(e[+-]\d+)?(?!\S)", "#", text)
     return text
 
@@ -99,7 +99,7 @@ def missing(job: Job, printed: list[str]) -> list[str]:
 
 
 def main(names: list[str]) -> None:
-    """Replace each line that is shown by the printed line that is most like it, for the jobs of these names or all."""
+    """Replace each shown line by the most similar printed line, for the jobs with these names, or for all jobs."""
     text = README.read_text(encoding="utf-8")
     with TemporaryDirectory() as folder:
         for job in jobs():

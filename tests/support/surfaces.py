@@ -1,8 +1,8 @@
 """What a user can reach in each half, and which parts of one half answer which of the other.
 
 An atom is a public name (``fully_shard``), a keyword of a public callable (``fully_shard(mesh=)``), or a method or
-field of a public class (``FSDPModule.no_sync``). Atoms of the same name in both halves are twins without a word. Every
-other one stands in a ``Row``: beside its counterparts, or alone with the reason why the other half has none.
+field of a public class (``FSDPModule.no_sync``). Atoms with the same name in both halves are twins. A ``Row`` lists
+every other atom, with its counterparts or with the reason why the other half has none.
 
 ``python -m tests.support.surfaces`` prints the table of ``docs/reference/features.md``, and ``--write`` puts it there.
 """
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "reference" / "features.md"
 class Row:
     """``torch``, ``jax``: atoms, or other code that is shown as it is (after "~"). ``why``: of an empty side.
 
-    feature: as the page shows it; "" for what only this file tells.
+    feature: as the page shows it; "" for a row that only this file shows.
     """
 
     feature: str

@@ -115,7 +115,7 @@ def _unpack(archive: Path, folder: Path, keep: str) -> None:
 
 
 def put_on_path(*packages: Package) -> None:
-    """Make libraries importable, after the installed ones."""
+    """Make libraries importable. Installed libraries come first."""
     for package in packages:
         folder = str(package.folder())
         if folder not in sys.path:

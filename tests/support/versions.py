@@ -1,6 +1,6 @@
 """Test both runtimes at both ends of the versions that ``pyproject.toml`` allows: ``python versions.py low new``.
 
-Each end has its own environment, ``.venv-low`` or ``.venv-new``. The script runs there the tests of ``SLICE``, the
+Each end has its own environment, ``.venv-low`` or ``.venv-new``. In it the script runs the tests of ``SLICE``, the
 ``quick`` relay and a conversion. The script itself needs only the standard library.
 
 ``python versions.py --interpreter maxtext`` prints the interpreter for another environment of the Makefile.
@@ -49,7 +49,7 @@ SLICE = (
     "tests/formats/orbax/test_writer.py",
     "tests/formats/dcp/test_pickle_fast.py",
     "tests/checkpoints/test_convert_runtimes.py",
-    # AdamW's bits are XLA's.
+    # The bits of AdamW, which depend on XLA.
     "tests/parity/test_jax_adamw.py",
     # Float8: formats, casts, and the kernels of each torch version.
     "tests/parity/test_jax_moments.py",

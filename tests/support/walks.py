@@ -6,8 +6,8 @@
                 functions   functions of the product that run, each counted once
                 returns     times that the path comes back to a file that it left before
 
-Only functions of `bridge`, `torch_impl` and `jax_impl` count, in all threads. Work before a walk, such as imports and
-the sharding of a model, does not count.
+Only functions of `bridge`, `torch_impl` and `jax_impl` count, in all threads. Work before a walk, such as
+imports and the sharding of a model, does not count.
 """
 
 from __future__ import annotations

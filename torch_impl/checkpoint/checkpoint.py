@@ -18,14 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bridge.core.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
+from bridge.core.formats import CheckpointError, CheckpointReader, open_checkpoint
 from bridge.core.formats.saving import pending
 from bridge.core.formats.saving.extras import SaveExtras
 from bridge.core.formats.saving.pending import PendingSave
@@ -35,7 +34,6 @@ from bridge.core.mapping.plan.running import AnyMapping
 from bridge.core.text import first_lines, first_of
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
-    drop_state,
     in_one_piece,
     is_stateless,
     materialize_state,
@@ -44,6 +42,7 @@ from torch_impl.checkpoint.contents import (
     optimizer_tensors,
     plan_group_updates,
     state_tree,
+    tensor_of,
     train_values,
 )
 from torch_impl.checkpoint.mapped import mapped_reader, mapped_tree
@@ -258,7 +257,8 @@ def load_checkpoint(
     except BaseException:
         # A failed load leaves the optimizer as it was.
         if optimizer is not None:
-            drop_state(optimizer, added)
+            for parameter in added:
+                optimizer.state.pop(parameter, None)
         raise
     staged.apply()
     return staged.train
@@ -319,9 +319,9 @@ def _stage(
     split = {name: tensor for name, tensor in whole.items() if tensor is not kept[name]}
     for name, tensor in split.items():
         for box, view in held_boxes(tensor):
-            view.copy_(_read(reader, name, box, view))
+            view.copy_(tensor_of(reader.read(name, box), view.dtype))
     copies = [
-        (view, _read(reader, name, box, view))
+        (view, tensor_of(reader.read(name, box), view.dtype))
         for name, tensor in whole.items()
         if name not in split
         for box, view in held_boxes(tensor)
@@ -382,10 +382,3 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
             + "\n".join(first_lines(wrong, _SHOWN))
             + (_CASTS if casts else "")
         )
-
-
-def _read(reader: CheckpointReader, name: str, box: Box, like: torch.Tensor) -> torch.Tensor:
-    array = reader.read(name, box)
-    # torch does not know ml_dtypes, so bits are copied as bytes; a 0-d array cannot change its item size.
-    flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
-    return flat.view(like.dtype).view(box.sizes)

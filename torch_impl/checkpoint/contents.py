@@ -58,6 +58,13 @@ def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if remainder_of(tensor) is None else wrap_like(tensor, main_values(tensor))
 
 
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The array's elements in its memory, as ``dtype``, which has the bits of the array's dtype."""
+    # torch does not know ml_dtypes, so bits are taken as bytes; a 0-d array cannot change its item size.
+    flat = torch.from_numpy(np.atleast_1d(array).reshape(-1).view(np.uint8))
+    return flat.view(dtype).view(array.shape)
+
+
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The fqns of each parameter group's parameters; ValueError for a parameter that is not in the model."""
     # By identity: tensors compare by their elements.
@@ -111,7 +118,11 @@ def materialize_state(optimizer: Optimizer, *, overwritten: bool = False) -> lis
         init_state()
     elif isinstance(optimizer, torch.optim.Adam):
         _init_adam_state(optimizer)
-    elif isinstance(optimizer, torch.optim.SGD) and (overwritten or not _is_damped(optimizer)):
+    # SGD's first step adds the whole gradient to the momentum, whatever the dampening. A step from zero momentum adds
+    # only 1 - dampening of the gradient.
+    elif isinstance(optimizer, torch.optim.SGD) and (
+        overwritten or not any(group["dampening"] for group in optimizer.param_groups)
+    ):
         _init_momentum(optimizer)
     else:
         raise ValueError(
@@ -142,12 +153,6 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
             optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _is_damped(optimizer: torch.optim.SGD) -> bool:
-    # SGD's first step adds the whole gradient to the momentum, whatever the dampening. A step from zero momentum adds
-    # only 1 - dampening of the gradient.
-    return any(group["dampening"] for group in optimizer.param_groups)
-
-
 def _init_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -155,12 +160,6 @@ def _init_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter] = {
                     "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)
                 }
-
-
-def drop_state(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Undo ``materialize_state``."""
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)
 
 
 def state_tree(

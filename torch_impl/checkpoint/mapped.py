@@ -23,8 +23,15 @@ from torch.optim import Optimizer
 from bridge.core.formats import Box, CheckpointReader, TreePath
 from bridge.core.formats.tensors.base import TensorInfo, dtype_from_name
 from bridge.core.mapping.plan.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
-from torch_impl.checkpoint.contents import in_one_piece, model_tensors, optimizer_tensors, state_tree
+from torch_impl.checkpoint.contents import (
+    in_one_piece,
+    model_tensors,
+    optimizer_tensors,
+    state_tree,
+    tensor_of,
+)
 from torch_impl.checkpoint.moments import held_boxes
+from torch_impl.dtensor.local import write_items
 
 _Part = tuple[Move, torch.Tensor]
 """This rank's elements of a box of the checkpoint, and the live box that contains them."""
@@ -82,12 +89,7 @@ class MappedTensor(torch.Tensor):
         self._parts = {move.box.offsets: (move, piece) for move, piece in parts}
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint import planner
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
+        from torch.distributed.checkpoint.metadata import TensorProperties
 
         # Without any box, a tensor without elements would be missing from the checkpoint.
         boxes = (
@@ -95,18 +97,7 @@ class MappedTensor(torch.Tensor):
             if math.prod(self.shape)
             else [Box.whole(self.shape)]
         )
-        return [
-            planner.WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=TensorProperties(dtype=self.dtype),
-                    size=self.shape,
-                ),
-            )
-            for box in boxes
-        ]
+        return write_items(fqn, boxes, TensorProperties(dtype=self.dtype), self.shape)
 
     def __create_chunk_list__(self) -> list[Any]:
         raise TypeError("expected a tensor to load into, got one that exists only to plan a save")
@@ -118,11 +109,7 @@ class MappedTensor(torch.Tensor):
             raise ValueError(f"{index.fqn}: no chunk at offset {tuple(index.offset)} on this rank")
         move, piece = self._parts[tuple(index.offset)]
         values = move.values(_array(piece))
-        return (
-            torch.from_numpy(np.atleast_1d(values).reshape(-1).view(np.uint8))
-            .view(self.dtype)
-            .view(values.shape)
-        )
+        return tensor_of(values, self.dtype)
 
 
 def _run_state(leaves: Mapping[TreePath, Any], model: nn.Module) -> RunState:

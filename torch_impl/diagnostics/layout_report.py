@@ -13,7 +13,6 @@ from bridge.core.text import table_lines
 from bridge.core.views import Viewed
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.unit.group import ParameterGroup
-from torch_impl.runtime.unit.unit import Unit
 from torch_impl.runtime.weights.extended_weights import ExtendedWeights
 
 _COLUMNS = (
@@ -88,15 +87,11 @@ def layout_report(model: nn.Module) -> LayoutReport:
     units, owned = [], set()
     for unit, name in named_units(model).items():
         kinds = [type(modules[part]).__name__.removeprefix("FSDP") for part in name.split("+")]
-        units.append(_unit_report(unit, name, "+".join(kinds)))
+        groups = tuple(map(_group_report, unit.groups))
+        units.append(UnitReport(name, "+".join(kinds), unit.reshard_after_forward, groups))
         owned |= {id(p) for group in unit.groups for p in (*group.params, *group.unsharded)}
     ignored = tuple(name for name, param in model.named_parameters() if id(param) not in owned)
     return LayoutReport(tuple(units), ignored)
-
-
-def _unit_report(unit: Unit, name: str, module: str) -> UnitReport:
-    groups = tuple(_group_report(group) for group in unit.groups)
-    return UnitReport(name, module, unit.reshard_after_forward, groups)
 
 
 def _group_report(group: ParameterGroup) -> GroupReport:

@@ -89,11 +89,10 @@ def find_nonfinite(
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, findings, group=group)
         findings = set().union(*everyone)
-    merged = [
-        _merge([finding for finding in findings if (finding.kind, finding.name) == key], max_rows)
-        for key in _keys(findings, order)
-    ]
-    return tuple(merged)
+    by_tensor: dict[tuple[str, str], list[_Finding]] = {}
+    for finding in findings:
+        by_tensor.setdefault((finding.kind, finding.name), []).append(finding)
+    return tuple(_merge(by_tensor[key], max_rows) for key in order if key in by_tensor)
 
 
 @contextmanager
@@ -172,11 +171,6 @@ def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         return []
     boxes: tuple[Box, ...] = local_boxes(tensor)
     return [(box.offsets, piece.detach()) for box, piece in zip(boxes, local_pieces(tensor), strict=True)]
-
-
-def _keys(findings: set[_Finding], order: dict[tuple[str, str], None]) -> list[tuple[str, str]]:
-    present = {(finding.kind, finding.name) for finding in findings}
-    return [key for key in order if key in present]
 
 
 def _merge(findings: list[_Finding], max_rows: int) -> NonFinite:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -137,6 +137,25 @@ def local_boxes(tensor: torch.Tensor, at: Sequence[int] | None = None) -> tuple[
         return (Box((0,) * tensor.ndim, tuple(tensor.shape)),)
     refuse_partial(tensor)
     return tuple(part.whole for part in _parts(origin, at))
+
+
+def write_items(fqn: str, boxes: Iterable[Any], properties: Any, size: torch.Size) -> list[Any]:
+    """The plan by which ``torch.distributed.checkpoint`` saves these boxes of a tensor."""
+    from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    return [
+        planner.WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                properties=properties,
+                size=size,
+            ),
+        )
+        for box in boxes
+    ]
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

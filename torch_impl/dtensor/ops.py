@@ -100,8 +100,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func in REDUCTIONS:
         return REDUCTIONS[func](func, *args, **kwargs)
-    if func in _PRODUCTS and (product := _outer_product(*args)) is not NotImplemented:
-        return product
+    # Of (..., R, 1) and (..., 1, C), computed row by row.
+    if func in _PRODUCTS and args[0].shape[-1] == 1:
+        return args[0] * args[1]
     if func is _aten.new_empty.default and "device" in kwargs:
         _check_staged(first, args[1])
     if func in _NEW and (made := _new_of(func, *args, **kwargs)) is not NotImplemented:
@@ -209,9 +210,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         locals_, placings = pytree.tree_unflatten(flat, structure), [placing]
     result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
     written = _written_arguments(func)
-    _count_writes(written, args, kwargs)
-    # An in-place operator returns its operand itself, which the program holds, not another DTensor over its rows.
     if written:
+        torch.autograd.graph.increment_version([local_of(target) for target in _changed(func, args, kwargs)])
+        # An in-place operator returns its operand itself, which the program holds, not another DTensor over its rows.
         return kwargs.get("out", args[0]) if func._schema.returns else None
     if isinstance(result, torch.Tensor):
         return placings[0].wrap(result)
@@ -254,12 +255,6 @@ def _on_main_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         set_main_values(target, local_of(copies[id(target)]))
     # An in-place operator returns its operand itself, which the program holds.
     return next((target for target in changed if result is copies[id(target)]), result)
-
-
-def _count_writes(written: Iterable[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for position, name in written:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        torch.autograd.graph.increment_version([local_of(tensor) for tensor in _dtensors(value)])
 
 
 def _copy_rows(target: Any, source: torch.Tensor) -> Any:
@@ -318,8 +313,3 @@ def _new_of(func: Any, tensor: Any, size: Sequence[int], *values: Any, **options
     if bounds is None or len(size) < 2 or size[:-1] != tuple(tensor.shape[:-1]) or not size[-1]:
         return wrap_rows(tensor, func(local, size, *values, **options), size, None)
     return wrap_rows(tensor, func(local, (local.shape[0], size[-1]), *values, **options), size, bounds)
-
-
-def _outer_product(left: Any, right: Any) -> Any:
-    """``left @ right`` of (..., R, 1) and (..., 1, C), computed row by row. NotImplemented for other products."""
-    return left * right if left.shape[-1] == 1 else NotImplemented

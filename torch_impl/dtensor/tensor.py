@@ -37,6 +37,7 @@ from torch_impl.dtensor.local import (
     own_part,
     plain_values,
     refuse_partial,
+    write_items,
 )
 from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
 from torch_impl.dtensor.refusals import NoPlainTensor, described
@@ -169,12 +170,7 @@ class RowDTensor(NoPlainTensor, DTensor):
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in local_boxes(self)]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint import planner
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
+        from torch.distributed.checkpoint.metadata import TensorProperties
 
         try:
             like = plain_values(self)
@@ -183,18 +179,7 @@ class RowDTensor(NoPlainTensor, DTensor):
         if remainder_of(self) is not None:
             # With the shape of the weights: from torch 2.15 on, metadata contains strides.
             like = torch.empty(like.shape, dtype=torch.float32, device="meta")
-        return [
-            planner.WriteItem(
-                index=MetadataIndex(fqn, torch.Size(offsets)),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                    properties=TensorProperties.create_from_tensor(like),
-                    size=self.shape,
-                ),
-            )
-            for offsets, sizes in local_boxes(self)
-        ]
+        return write_items(fqn, local_boxes(self), TensorProperties.create_from_tensor(like), self.shape)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         remainder = remainder_of(self)

@@ -20,7 +20,6 @@ from torch_impl.optimizer.update import Group, Tensors, Updates, fused_adamw, up
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # Options that AdamW groups do not use.
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-_OF_ADAMW = ("betas",)
 
 
 def is_matrix(name: str | None, param: torch.Tensor) -> bool:

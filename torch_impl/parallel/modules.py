@@ -91,8 +91,8 @@ class ColwiseLinear(ComputesOnParts):
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` in the region, entered once for all siblings, so the sum of their gradients takes one all-reduce."""
         group, beside = self._cut.group, vars(self._cut.around)
-        before = beside.get(_ENTERED)
-        if before is not None and before[0] is x and before[1].requires_grad == _differentiable(x):
+        before, differentiable = beside.get(_ENTERED), torch.is_grad_enabled() and x.requires_grad
+        if before is not None and before[0] is x and before[1].requires_grad == differentiable:
             return before[1]
         entered = regions.enter(x, group)
         # Kept until the rowwise module that ends the region.
@@ -210,10 +210,6 @@ class _Spreading(TorchFunctionMode):
         if any(type(leaf) is DTensor and leaf.device_mesh == self._mesh for leaf in leaves):
             args, kwargs = pytree.tree_map(self._spread, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _differentiable(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Module]:

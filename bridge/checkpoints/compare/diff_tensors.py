@@ -144,15 +144,11 @@ def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
     for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
         if small:
             together = batches((pair.info.nbytes, pair) for pair in group)
-            for differences in ordered(partial(each, _alone), together, workers):
+            for differences in ordered(partial(each, lambda pair: pair.compare(1)), together, workers):
                 yield from differences
         else:
             for pair in group:
                 yield pair.compare(workers)
-
-
-def _alone(pair: Pair) -> TensorDiff:
-    return pair.compare(1)
 
 
 def _in(dtype: np.dtype, array: np.ndarray) -> np.ndarray:

@@ -53,7 +53,8 @@ class Spread:
         for percent in PERCENTILES:
             rank = math.ceil(elements * percent / 100)
             which = int(np.searchsorted(up_to, rank))
-            by_percent[f"{percent:g}"] = 0.0 if rank <= zeros else _upper_edge(which)
+            upper_edge = math.inf if which >= _BINS else 10.0 ** (_LOWEST + (which + 1) / _PER_DECADE)
+            by_percent[f"{percent:g}"] = 0.0 if rank <= zeros else upper_edge
         return by_percent
 
     def histogram(self, elements: int) -> dict[str, int]:
@@ -79,7 +80,3 @@ class Spread:
     def _join(self, counts: np.ndarray) -> None:
         if counts.any():
             self._counts = counts if self._counts is None else self._counts + counts
-
-
-def _upper_edge(which: int) -> float:
-    return math.inf if which >= _BINS else 10.0 ** (_LOWEST + (which + 1) / _PER_DECADE)

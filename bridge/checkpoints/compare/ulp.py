@@ -138,12 +138,8 @@ def compare(
     Elements are compared with ``tolerance`` one by one. any_nan: all NaNs are equal. spread: receives the relative
     differences of pairs without NaN. Equal bits need no arithmetic.
     """
-    shape, parts = a.shape, 1
-    if a.dtype.kind == "c":
-        parts = 2
-        part = np.dtype(f"f{a.dtype.itemsize // 2}")
-        a, b = a.reshape(-1).view(part), b.reshape(-1).view(part)
-    a, b = a.reshape(-1), b.reshape(-1)
+    shape, parts = a.shape, 2 if a.dtype.kind == "c" else 1
+    a, b = _parts(a), _parts(b)
     bits = _BITS_OF_SIZE[a.itemsize]
     left, right = a.view(bits), b.view(bits)
     result = equal(a.size)

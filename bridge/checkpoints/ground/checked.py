@@ -28,7 +28,7 @@ from bridge.core.formats.files.manifest import (
 )
 from bridge.core.formats.orbax.item import find_item
 from bridge.core.formats.reading.source_files import FileView
-from bridge.core.formats.safetensors.files import find_files
+from bridge.core.formats.safetensors.files import SAFETENSORS_FILES
 from bridge.core.formats.stores.listing import StoredReader, StorePath
 from bridge.core.formats.tensors.arrays import array_checksum, extend
 from bridge.core.formats.tensors.base import (
@@ -237,7 +237,7 @@ class CheckedReader(WrappingReader):
     def __init__(self, reader: CheckpointReader, manifest: Manifest, source: str) -> None:
         super().__init__(reader)
         self._manifest, self._source = manifest, source
-        self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else _never
+        self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else lambda name: False
         self._owned: dict[str, bool] = {}
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
@@ -336,10 +336,6 @@ class CheckedReader(WrappingReader):
         return value
 
 
-def _never(name: str) -> bool:
-    return False
-
-
 def manifest_home(path: Path) -> Path:
     """The path with the manifest for ``path``: ``path`` itself, or the only step, item or safetensors file in it."""
     if not path.is_dir() or manifest_path(path).exists():
@@ -347,7 +343,7 @@ def manifest_home(path: Path) -> Path:
     try:
         format = detect_format(path)
         if format == "safetensors":
-            files = find_files(path)
+            files = SAFETENSORS_FILES.find(path)
             file = path / files.names[0]
             return file if len(files.names) == 1 and manifest_path(file).is_file() else path
         item = find_item(path) if format == "orbax" else path

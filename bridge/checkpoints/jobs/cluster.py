@@ -154,7 +154,8 @@ def convert_on(
     started = time.perf_counter()
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
-    options = _anywhere(options)
+    # The same options for a process on a machine that may lack the mapping's file.
+    options = dataclasses.replace(options, mapping=mapping_table(options.mapping))
     # Otherwise each worker would find out separately, after it has started.
     require_directory(dst, options)
     waiting = [
@@ -207,8 +208,3 @@ def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Prog
         done += 1
         show(task, report.bytes)
     return resumed
-
-
-def _anywhere(options: ConvertOptions) -> ConvertOptions:
-    """The same options for a process on a machine that may lack the mapping's file."""
-    return dataclasses.replace(options, mapping=mapping_table(options.mapping))

@@ -84,15 +84,12 @@ def make_part_plan(format: str, outputs: Mapping[str, Output], count: int) -> Pa
     total = sum(output.nbytes for output in outputs.values())
     parts: list[list[ConversionPiece]] = [[] for _ in range(count)]
     position = 0
-    for piece in _pieces(format, outputs.values(), _piece_bytes(total, count)):
+    most = min(PIECE_BYTES, max(_SMALLEST_PIECE, total // (count * _PIECES_PER_PART)))
+    for piece in _pieces(format, outputs.values(), most):
         parts[position * count // total if total else 0].append(piece)
         # A tensor without elements at the end stays in the last part.
         position = min(position + piece.bytes, max(total - 1, 0))
     return PartPlan(tuple(map(tuple, parts)))
-
-
-def _piece_bytes(total: int, count: int) -> int:
-    return min(PIECE_BYTES, max(_SMALLEST_PIECE, total // (count * _PIECES_PER_PART)))
 
 
 def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[ConversionPiece]:

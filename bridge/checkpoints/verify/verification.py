@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,14 +129,7 @@ def _verify_item(where: Path, request: _Request) -> VerifyReport:
             format=manifest.format if manifest else "",
             opened=False,
             manifest=manifest is not None,
-            tensors=0,
-            chunks=0,
-            objects=0,
-            bytes=0,
-            protected=None,
             problems=tuple(problems),
-            not_finite=(),
-            unread=(),
             seconds=request.seconds,
             error=error,
         )
@@ -270,7 +264,8 @@ class _Check:
         tensors = self._reader.tensors
         total, done = sum([info.nbytes for info in tensors.values()]), 0
         together = batches((region.nbytes, region) for region in self._regions())
-        for results in ordered(self._look_at, together, workers):
+        look_at = partial(each, lambda region: (region, self._region(*region)))
+        for results in ordered(look_at, together, workers):
             for region, results_of_region in results:
                 if results_of_region is not None:
                     self._add(results_of_region)
@@ -299,9 +294,6 @@ class _Check:
             for joint, members in group_boxes(crcs, info.dtype.itemsize):
                 of_these = {box: crcs[box] for box in members}
                 yield _Region(info, joint, of_these, joint.numel * info.dtype.itemsize)
-
-    def _look_at(self, regions: list[_Region]) -> list[tuple[_Region, _Found | None]]:
-        return each(lambda region: (region, self._region(*region)), regions)
 
     def _region(
         self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None], nbytes: int

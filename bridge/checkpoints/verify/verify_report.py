@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import Problem
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class NotFinite:
     infinite: int
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Viewed):
     """The findings. ``bytes``:
 
     of the tensors' elements. opened: whether the checkpoint, or a part of it, could be opened; if not, only files were
@@ -34,18 +36,30 @@ class VerifyReport:
     format: str
     opened: bool
     manifest: bool
-    tensors: int
-    chunks: int
-    objects: int
-    bytes: int
-    protected: int | None
     problems: tuple[Problem, ...]
-    not_finite: tuple[NotFinite, ...]
-    unread: tuple[str, ...]
     seconds: float
+    tensors: int = 0
+    chunks: int = 0
+    objects: int = 0
+    bytes: int = 0
+    protected: int | None = None
+    not_finite: tuple[NotFinite, ...] = ()
+    unread: tuple[str, ...] = ()
     error: Exception | None = None
     damaged: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The verdict, and what was checked."""
+        count = len(self.problems)
+        verdict = f"{count} problem{'s' * (count != 1)} found" if count else "no problem found"
+        if not self.opened:
+            return f"{self.path} cannot be opened{f'; {verdict}' * bool(count)}"
+        return f"{verdict} in {self.path}: {self.format}, {self.tensors} tensors, {human_bytes(self.bytes)}"
+
+    def table(self) -> list[tuple[str, str]]:
+        """A heading, and a row for each problem."""
+        return [("where", "problem"), *((problem.where, problem.text) for problem in self.problems)]
 
     @property
     def good(self) -> bool:
@@ -66,23 +80,23 @@ def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         next((report.format for report in of_parts if report.format), ""),
         bool(opened),
         all(report.manifest for report in of_parts),
-        sum(report.tensors for report in of_parts),
-        sum(report.chunks for report in of_parts),
-        sum(report.objects for report in of_parts),
-        sum(report.bytes for report in of_parts),
-        None if None in protected else sum(p for p in protected if p is not None),
         tuple(
             Problem(name if p.where == str(report.path) else f"{name}/{p.where}", p.text)
             for name, report in reports.items()
             for p in report.problems
         ),
-        tuple(
+        seconds,
+        tensors=sum(report.tensors for report in of_parts),
+        chunks=sum(report.chunks for report in of_parts),
+        objects=sum(report.objects for report in of_parts),
+        bytes=sum(report.bytes for report in of_parts),
+        protected=None if None in protected else sum(p for p in protected if p is not None),
+        not_finite=tuple(
             NotFinite(f"{name}/{tensor.name}", tensor.nan, tensor.infinite)
             for name, report in reports.items()
             for tensor in report.not_finite
         ),
-        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
-        seconds,
-        None if opened else of_parts[0].error,
-        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
+        unread=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
+        error=None if opened else of_parts[0].error,
+        damaged=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
     )

@@ -1,11 +1,10 @@
-"""GPU descriptions for XLA's compiler on a machine without GPUs: facts about a card as a ``GpuTargetConfigProto``.
-
-Source of the facts: ``xla/backends/gpu/target_config/specs`` of XLA.
-"""
+"""GPU descriptions for XLA's compiler on a machine without GPUs: facts about a card as a ``GpuTargetConfigProto``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 # The same for all cards, except the placeholders.
 _PROTO = """
@@ -49,49 +48,9 @@ class Card:
         return _PROTO.format(**vars(self))
 
 
-_H100 = Card(
-    description="NVIDIA H100 80GB HBM3",
-    capability=9,
-    cores=132,
-    fpus_per_core=128,
-    clock_ghz=1.98,
-    bandwidth=3_352_320_000_000,
-    l2_cache=52_428_800,
-    memory=84_942_979_072,
-    shared_memory=233_472,
-    shared_memory_optin=232_448,
-)
-# The same chip with more memory.
-_H200 = replace(
-    _H100, description="NVIDIA H200 141GB HBM3e", bandwidth=4_800_000_000_000, memory=151_397_597_184
-)
-
+MACHINES = tomllib.loads(Path(__file__).with_name("machines.toml").read_text(encoding="utf-8"))
 CARDS = {
-    "a100": Card(
-        description="NVIDIA A100-SXM4-80GB",
-        capability=8,
-        cores=108,
-        fpus_per_core=64,
-        clock_ghz=1.41,
-        bandwidth=2_039_040_000_000,
-        l2_cache=41_943_040,
-        memory=85_100_068_864,
-        shared_memory=167_936,
-        shared_memory_optin=166_912,
-    ),
-    "h100": _H100,
-    "h200": _H200,
-    "b200": Card(
-        description="NVIDIA B200",
-        capability=10,
-        cores=148,
-        fpus_per_core=128,
-        clock_ghz=1.965,
-        bandwidth=7_672_320_000_000,
-        l2_cache=132_644_864,
-        memory=191_514_411_008,
-        shared_memory=233_472,
-        shared_memory_optin=232_448,
-    ),
+    name: Card(**{known.name: table[known.name] for known in fields(Card)})
+    for name, table in MACHINES["gpu"].items()
 }
 """Cards by their name in a target."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from bridge.compiling.machines.cards import CARDS
 from bridge.compiling.machines.targets import Target
-from bridge.core.extras import install_advice
+from bridge.core.extras import install_advice, installed_versions
 from bridge.planning.models.errors import PlanError
 
 VARIABLE = "TWINSHARD_COMPILERS"
@@ -125,13 +125,6 @@ def options_of(target: Target, recommended: bool = False) -> dict[str, Any]:
 
 def versions(platform: str) -> dict[str, str]:
     """Versions of JAX and the compiler, by package."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    names = {"gpu": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"), "tpu": ("libtpu",)}[platform]
-    by_package = {}
-    for name in ("jax", "jaxlib", *names):
-        try:
-            by_package[name] = version(name)
-        except PackageNotFoundError:
-            by_package[name] = "unknown"
-    return by_package
+    own = {"gpu": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"), "tpu": ("libtpu",)}[platform]
+    names = ("jax", "jaxlib", *own)
+    return {**dict.fromkeys(names, "unknown"), **installed_versions(*names)}

@@ -1,16 +1,6 @@
 """The limits of a device by its maker's data sheet: products, memory, links. ``HARDWARE`` has them by name.
 
-Sources; for GPUs, their makers' figures for SXM cards without sparsity:
-
-* a100: NVIDIA's A100 80GB data sheet as at glennklockwood.com/garden/processors/A100; one 200 Gb/s adapter per GPU, as
-  in a DGX A100.
-* h100, h200: NVIDIA's data sheets as at glennklockwood.com/garden/processors/h100; one
-  400 Gb/s adapter per GPU, as in a DGX H100.
-* b200: an eighth of NVIDIA's HGX B200, as at hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200; one 400 Gb/s
-  adapter per GPU, as in a DGX B200.
-* v4, v5e, v5p, v6e: the tables of jax-ml.github.io/scaling-book/tpus, for a chip, which is one device.
-
-Bandwidths of GPU memory come from XLA's own descriptions of the cards (``cards.py``).
+``machines.toml`` has the numbers and their sources.
 """
 
 from __future__ import annotations
@@ -18,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.compiling.machines.cards import CARDS
+from bridge.compiling.machines.cards import CARDS, MACHINES
 
 
 @dataclass(frozen=True)
@@ -85,28 +75,9 @@ def _tpu(bf16: float, s8: float) -> dict[str, float]:
 
 
 HARDWARE = {
-    machine.name: machine
-    for machine in (
-        # Ampere has no float8: XLA widens it.
-        Hardware("a100", _gpu(312, 312, 624, 156, 19.5, 19.5), CARDS["a100"].bandwidth, Fabric(300e9, 25e9)),
-        Hardware(
-            "h100",
-            _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9),
-            CARDS["h100"].bandwidth,
-            Fabric(450e9, 50e9),
-        ),
-        Hardware(
-            "h200",
-            _gpu(989.4, 1978.9, 1978.9, 494.7, 66.9, 66.9),
-            CARDS["h200"].bandwidth,
-            Fabric(450e9, 50e9),
-        ),
-        Hardware("b200", _gpu(2250, 4500, 4500, 1125, 75, 37), CARDS["b200"].bandwidth, Fabric(900e9, 50e9)),
-        # A cube of 4 x 4 x 4 chips is the smallest slice whose links close its rings.
-        Hardware("v4", _tpu(2.75e14, 2.75e14), 1.2e12, Torus(4.5e10, 3, 4, cubes=True)),
-        Hardware("v5p", _tpu(4.59e14, 9.18e14), 2.8e12, Torus(9e10, 3, 4, cubes=True)),
-        # Only the full length of a pod of 16 x 16 chips is a ring.
-        Hardware("v5e", _tpu(1.97e14, 3.94e14), 8.1e11, Torus(4.5e10, 2, 16)),
-        Hardware("v6e", _tpu(9.20e14, 1.84e15), 1.6e12, Torus(9e10, 2, 16)),
-    )
+    name: Hardware(name, _gpu(**table["tflops"]), CARDS[name].bandwidth, Fabric(**table["links"]))
+    for name, table in MACHINES["gpu"].items()
+} | {
+    name: Hardware(name, _tpu(**table["flops"]), table["bandwidth"], Torus(**table["links"]))
+    for name, table in MACHINES["tpu"].items()
 }

@@ -9,28 +9,14 @@ import math
 import re
 from dataclasses import dataclass
 
-from bridge.compiling.machines.cards import CARDS
+from bridge.compiling.machines.cards import CARDS, MACHINES
 from bridge.planning.models.errors import PlanError
 
 HOST = 8
 """The most GPUs of a host."""
 
 
-@dataclass(frozen=True)
-class _Tpu:
-    """``axes``: of its torus. ``memory``: bytes of a device."""
-
-    axes: int
-    memory: int
-
-
-# Memory: jax-ml.github.io/scaling-book.
-TPUS = {
-    "v4": _Tpu(3, 32_000_000_000),
-    "v5e": _Tpu(2, 16_000_000_000),
-    "v5p": _Tpu(3, 96_000_000_000),
-    "v6e": _Tpu(2, 32_000_000_000),
-}
+TPUS = MACHINES["tpu"]
 EXAMPLES = "h100:8, b200:64, v5e:4x4 or v5p:4x4x4"
 
 
@@ -77,11 +63,11 @@ def _gpus(kind: str, size: str, name: str) -> Target:
 
 
 def _tpus(kind: str, size: str, name: str) -> Target:
-    tpu = TPUS[kind]
-    if not re.fullmatch("x".join([r"[1-9][0-9]{0,2}"] * tpu.axes), size):
+    axes = TPUS[kind]["links"]["axes"]
+    if not re.fullmatch("x".join([r"[1-9][0-9]{0,2}"] * axes), size):
         raise PlanError(
-            f"target {name}: expected {tpu.axes} sizes of a slice of {kind} in chips, such as "
-            f"{kind}:{'x'.join(['4'] * tpu.axes)}, got {size!r}"
+            f"target {name}: expected {axes} sizes of a slice of {kind} in chips, such as "
+            f"{kind}:{'x'.join(['4'] * axes)}, got {size!r}"
         )
     count = math.prod(map(int, size.split("x")))
-    return Target(f"{kind}:{size}", kind, "tpu", f"{kind}:{size}", count, tpu.memory)
+    return Target(f"{kind}:{size}", kind, "tpu", f"{kind}:{size}", count, TPUS[kind]["memory"])

@@ -66,11 +66,6 @@ class StepTime:
     def total(self) -> float:
         return self.products + self.memory + self.exposed
 
-    @property
-    def hidden(self) -> float:
-        """Seconds of transfers that are hidden behind computation."""
-        return max(0.0, self.communication - self.exposed)
-
 
 @dataclass(frozen=True)
 class Throughput:
@@ -90,14 +85,7 @@ def step_time(program: Program, machine: Machine, efficiency: Efficiency | None 
     clock.run(program.steps)
     clock.finish()
     peak = sum(count / machine.hardware.peak(dtype) for dtype, count in program.flops.items())
-    return StepTime(
-        clock.spent["products"],
-        clock.spent["memory"],
-        clock.spent["exposed"],
-        clock.spent["communication"],
-        dict(program.flops),
-        peak,
-    )
+    return StepTime(**clock.spent, flops=dict(program.flops), product_peak=peak)
 
 
 def timeline(program: Program, machine: Machine, efficiency: Efficiency | None = None) -> tuple[Span, ...]:

@@ -237,8 +237,7 @@ def create_checkpoint(
         from bridge.core.formats.orbax.writer import OrbaxWriter
 
         return OrbaxWriter(path, attempt=attempt)
-    if format == "safetensors":
-        from bridge.core.formats.safetensors.writer import SafetensorsWriter
+    format_named(format)
+    from bridge.core.formats.safetensors.writer import SafetensorsWriter
 
-        return SafetensorsWriter(path, attempt)
-    raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {format!r}")
+    return SafetensorsWriter(path, attempt)

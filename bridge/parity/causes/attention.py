@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,19 +25,7 @@ from bridge.parity.recorded.distance import FACTOR
 
 # The bases of public models, the usual ones first: each base that does not fit costs a pass.
 _BASES = (1e4, 5e5, 1e6, 1e5, 1e7, 5e6, 1.6e5, 1e3, 1e2)
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "rotary": ("none", "half", "interleaved"),
-    "cap": (math.inf, 50.0, 30.0, 20.0, 10.0),
-    "share": (1.0, 0.25, 0.4, 0.5, 0.75),
-    "later": (0, 1, -1),
-    "turned": ("both", "queries", "keys"),
-    "direction": (1, -1),
-    "softmax": ("keys", "queries", "heads"),
-    "groups": ("repeated", "tiled", "by key head"),
-    "split": ("heads", "elements"),
-    "joined": ("heads", "elements", "positions"),
-    "roles": ("qkv", "kqv", "qvk", "vkq", "kvq", "vqk"),
-}
+_TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _OF_ROTARY = ("angles", "share", "later", "turned", "direction")
 _FIELDS = tuple(field.name for field in fields(AttentionFormula))
 _EARLY, _EARLIEST = 8, 3
@@ -125,7 +115,7 @@ class _Search:
         root, width = math.sqrt(self._size), self.inputs.mixed.shape[-1]
         scales = (1 / root, 1.0, 1 / self._size, width**-0.5, root, known.scale / root, known.scale * root)
         window = known.window
-        every = _CHOICES | {
+        every = _TABLES["choices"] | {
             "angles": (*self.inputs.tables, *_BASES),
             "scale": scales,
             "mask": (*MASKS, *self.inputs.masks),
@@ -255,43 +245,18 @@ def _words(formula: AttentionFormula, inputs: AttentionInputs) -> dict[str, str]
         base, share = base_of(cos[0], sin[0]), 2 * cos.shape[-1] / inputs.query.shape[-1]
     else:
         base = angles
-    mask = {
-        "none": "no mask",
-        "causal": "causal mask",
-        "next": "causal mask that lets the next token through",
-        "strict": "causal mask that hides a token from itself",
-    }.get(formula.mask, f"{formula.mask} as mask or added to the scores")
-    kinds = {"none": "no rotary embedding", "half": "rotary embedding of halves"}
-    turned = {"both": "queries and keys", "queries": "queries alone", "keys": "keys alone"}
-    later = {
-        0: "keys at the queries' positions",
-        1: "keys one position later",
-        -1: "keys one position earlier",
-    }
-    groups = {
-        "repeated": "key heads repeated (neighbouring query heads share one)",
-        "tiled": "key heads tiled (query heads share one in turn)",
-        "by key head": "key heads tiled, outputs ordered by key head",
-    }
-    orders = {"heads": "heads before elements", "elements": "elements before heads"}
     roles = {"q": "query", "k": "key", "v": "value"}
-    return {
-        "rotary": kinds.get(formula.rotary, "rotary embedding of neighbours (interleaved)"),
+    others = {
         "angles": f"rotary angles of {angles}" if base is None else f"rotary base {base:.8g}",
         "share": f"rotary embedding of {share:g} of each head",
-        "later": later[formula.later],
-        "turned": f"rotary embedding of {turned[formula.turned]}",
-        "direction": f"rotary embedding {'forwards' if formula.direction > 0 else 'backwards'}",
         "scale": _scale(formula.scale, inputs.query.shape[-1]),
-        "mask": mask,
-        "window": f"window of {formula.window} tokens" if formula.window else "no window",
-        "cap": f"scores capped at {formula.cap:g}" if math.isfinite(formula.cap) else "scores not capped",
-        "softmax": f"softmax over {formula.softmax}",
-        "groups": groups[formula.groups],
-        "split": f"features split into {orders[formula.split]}",
-        "joined": f"outputs joined with {orders.get(formula.joined, 'heads before positions')}",
+        "mask": f"{formula.mask} as mask or added to the scores",
+        "window": f"window of {formula.window} tokens",
+        "cap": f"scores capped at {formula.cap:g}",
         "roles": "projections used as " + ", ".join(roles[role] for role in formula.roles),
     }
+    every = _TABLES["words"].items()
+    return {name: words.get(str(getattr(formula, name))) or others[name] for name, words in every}
 
 
 def _scale(scale: float, size: int) -> str:

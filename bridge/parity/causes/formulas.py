@@ -84,16 +84,16 @@ def activated(first: np.ndarray, second: np.ndarray | None) -> Iterator[tuple[st
             yield f"{name} of the second projection times the first", function(second) * first
 
 
-def rearranged(x: np.ndarray, heads: int | None = None) -> Iterator[tuple[str, np.ndarray]]:
+def rearranged(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """``x`` with its axes or the elements of its last axis in another order."""
     if x.ndim == 2 and x.shape[0] == x.shape[1]:
         yield "transposed", x.T
     for axis, size in enumerate(x.shape):
-        for words, order in _orders(size, heads) if size > 1 else ():
+        for words, order in _orders(size) if size > 1 else ():
             yield words.format(f"along axis {axis}"), np.take(x, order.reshape(-1), axis)
 
 
-def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
+def _orders(size: int) -> Iterator[tuple[str, np.ndarray]]:
     """Orders that ports mix up, each with words: an array of all positions, to be read row by row."""
     every = np.arange(size)
     yield "reversed {}", every[::-1]
@@ -104,7 +104,7 @@ def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
         yield "halves exchanged {}", halves[::-1]
         yield "halves interleaved {}", halves.T
         yield "pairs taken apart into halves {}", pairs.T
-    for count in _divisors(size) if heads is None else (heads,):
+    for count in (2, 3, 4, 6, 8, 12, 16, 32):
         if size % count or size // count < 2:
             continue
         blocks, part = every.reshape(count, -1), size // count
@@ -114,10 +114,6 @@ def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
             yield f"halves of each of {count} heads interleaved {{}}", own_halves.transpose(0, 2, 1)
             yield f"pairs of each of {count} heads taken apart into halves {{}}", own_pairs.transpose(0, 2, 1)
         yield f"heads ({count}) and their elements exchanged {{}}", blocks.T
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in (2, 3, 4, 6, 8, 12, 16, 32) if n < size and size % n == 0]
 
 
 @dataclass(frozen=True)

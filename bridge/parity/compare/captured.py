@@ -51,20 +51,11 @@ def capture_torch(
     """
     from bridge.parity.torch.run_in_dtype import has_shards
 
+    options: dict[str, Any] = {"dtype": dtype, "steps": steps, "samples": samples}
     if has_shards(model):
         from bridge.parity.torch.sharded import capture_sharded
 
-        capture_sharded(
-            model,
-            batch,
-            path,
-            loss=loss,
-            dtype=dtype,
-            steps=steps,
-            optimizer=optimizer,
-            samples=samples,
-            reference=reference,
-        )
+        capture_sharded(model, batch, path, loss=loss, optimizer=optimizer, reference=reference, **options)
         return
     if reference is not None:
         raise ValueError(
@@ -72,8 +63,7 @@ def capture_torch(
         )
     from bridge.parity.torch.side import TorchSide
 
-    side = TorchSide(model, loss, optimizer=optimizer)
-    write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)
+    write_trace(TorchSide(model, loss, optimizer=optimizer), batch, path, **options)
 
 
 def capture_jax(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bridge.core.extras import installed_versions
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
 from bridge.core.progress import Follow, followed
@@ -53,7 +53,7 @@ def parity(
             with ``loss="next_token"`` it is int tokens ``[B, T + 1]``.
         mapping: which parameters correspond: a shipped family, a TOML file or a table.
         loss: ``"next_token"``; None for a fixed random projection of the outputs; or a pair of functions
-            ``(model, batch) -> scalar``, torch's and JAX's.
+            ``(model, batch) -> scalar``, torch's and JAX's, which get the whole batch, labels included.
         axes: sizes that shapes do not determine, as ``--axis`` gives them. A torch model with a ``config`` needs none.
         pairs: partners among modules that own no parameters: JAX paths by torch paths.
         dtype: the compute dtype under test. Reference runs are in float64.
@@ -90,15 +90,13 @@ def parity(
         )
         if self_test and say is not None:
             say("self-test: typical faults, one at a time")
-        revealed = _self_test(torch, batch, dtype) if self_test else ()
-    return replace(report, versions=_versions(), revealed=revealed)
+        revealed: tuple[Revealed, ...] = ()
+        if self_test:
+            # Imported here, not at the top: traces are also compared where torch is not installed.
+            from bridge.parity.torch.self_test import plant_faults
 
-
-def _self_test(torch: Side, batch: Any, dtype: str) -> tuple[Revealed, ...]:
-    # Imported here, not at the top: traces are also compared where torch is not installed.
-    from bridge.parity.torch.self_test import plant_faults
-
-    return tuple(plant_faults(torch, batch, dtype))
+            revealed = tuple(plant_faults(torch, batch, dtype))
+    return replace(report, versions=installed_versions(*_PACKAGES), revealed=revealed)
 
 
 @contextmanager
@@ -175,16 +173,6 @@ def _with_probes(
 
 def _is_side(model: Any) -> bool:
     return hasattr(model, "framework") and hasattr(model, "rerun")
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

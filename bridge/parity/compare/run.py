@@ -79,7 +79,7 @@ def stored_weights(
     """
     parameters, buffers = side.weights(), side.buffers()
     model, separator, where = {**parameters, **buffers}, side.separator, f"the {side.framework} model"
-    own, names = found_in_model(mapping, parameters, buffers, separator, None, where)
+    own, names = found_in_model(mapping, parameters, buffers, separator, where)
     with open_checkpoint(path) as reader:
         table = with_config(mapping, reader)
         stored = find(reader.tensors.values(), table, None, str(path))

@@ -1,33 +1,4 @@
-"""A comparison as a TOML file, for ``twinshard parity RUN.toml``.
-
-    mapping = "llama"                       # a family, or a TOML file next to this one; or its content as [mapping]
-    loss = "next_token"                     # or [loss] with torch and jax: "package.module:function"; or left out
-    dtype = "float32"                       # the compute dtype under test
-    steps = 3                               # of training
-    scale = 4                               # enlarge all matrices during the comparison
-    weights = "torch"                       # copy torch's weights into the JAX model; "own": use each model's weights
-    self_test = true                        # report which typical faults this batch would show
-
-    [torch]
-    model = "mypackage.torch_gpt:build"     # a function that returns the model; its arguments in [torch.arguments]
-    checkpoint = "runs/step_40"             # in any format and convention of the mapping; or left out
-    [jax]
-    model = "mypackage.flax_gpt:build"
-
-    [batch]
-    tokens = [2, 33]                        # random tokens; needs vocabulary and seed
-    vocabulary = 64
-    seed = 0
-    # file = "batch.npz"                    # or arrays by name: model(**arrays); an array named "arr_0" alone: model(x)
-
-    [axes]                                  # sizes that shapes do not determine
-    [[pair]]                                # partners among modules without parameters
-    torch = "model.rotary_emb"
-    jax = "rotary"
-
-Python paths are also looked up in the folder of the file and in the working directory. Relative file paths start at
-the folder of the run file.
-"""
+"""A comparison as a TOML file, for ``twinshard parity RUN.toml``: see ``docs/reference/parity-run-file.md``."""
 
 from __future__ import annotations
 
@@ -46,10 +17,8 @@ from bridge.core.extras import install_advice
 from bridge.core.mapping.language.rules import family_names
 from bridge.core.text_files import load_toml
 
-_KEYS = {
-    *("mapping", "loss", "dtype", "steps", "scale", "weights", "self_test"),
-    *("torch", "jax", "batch", "axes", "pair"),
-}
+_PLAIN = {"dtype": str, "steps": int, "scale": (int, float), "weights": str, "axes": dict, "self_test": bool}
+_KEYS = {"mapping", "loss", "torch", "jax", "batch", "pair", *_PLAIN}
 
 
 class RunFileError(Exception):
@@ -71,7 +40,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A validated run file; see the module's docstring. ``folder``: where relative paths begin."""
+    """A validated run file. ``folder``: where relative paths begin."""
 
     folder: Path
     mapping: str | Mapping[str, object]
@@ -108,13 +77,8 @@ class RunFile:
             _model(table["jax"], "jax", file),
             _checked(table, "batch", dict, file),
             _loss(table.get("loss"), file),
-            _checked(table, "dtype", str, file, "float32"),
-            _checked(table, "steps", int, file, 3),
-            _checked(table, "scale", (int, float), file, None),
-            _checked(table, "weights", str, file, "own"),
-            _checked(table, "axes", dict, file, {}),
-            _pairs(table.get("pair", []), file),
-            _flag(table, "self_test", file),
+            **{key: _checked(table, key, kind, file) for key, kind in _PLAIN.items() if key in table},
+            pairs=_pairs(table.get("pair", []), file),
         )
 
     @contextmanager
@@ -241,19 +205,11 @@ def _pairs(value: object, file: Path) -> dict[str, str]:
     return {pair["torch"]: pair["jax"] for pair in value}
 
 
-def _flag(table: Mapping[str, Any], key: str, file: Path) -> bool:
-    value = table.get(key, False)
-    if not isinstance(value, bool):
-        raise RunFileError(f"{file}: expected true or false for {key}, got {value!r:.100}")
-    return value
-
-
 def _checked(table: Mapping[str, Any], key: str, type_: Any, file: Path, *default: Any) -> Any:
     if key not in table and default:
         return default[0]
     value = table[key]
-    if not isinstance(value, type_) or isinstance(value, bool):
-        names = type_ if isinstance(type_, tuple) else (type_,)
-        wanted = " or ".join({dict: "a table", str: "a text"}.get(name, "a number") for name in names[-1:])
+    if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
+        wanted = {dict: "a table", str: "a text", bool: "true or false"}.get(type_, "a number")
         raise RunFileError(f"{file}: expected {wanted} for {key}, got {value!r:.100}")
     return value

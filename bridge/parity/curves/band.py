@@ -31,15 +31,33 @@ MOST_RELABELINGS = 1000
 """8 + 8 runs have 6,435 labelings; a thousand give an error of 0.7 % in an ``alpha`` of 5 %."""
 
 
+@dataclass(frozen=True)
+class Noise:
+    """How the band of seeds was found.
+
+    ``method``: "permutation" with ``tests`` labelings, or "t" with ``tests`` tests (Bonferroni) and ``dof`` degrees of
+    freedom. ``critical``: half the width of the band in standard errors. ``p``: the probability of a stretch as extreme
+    as the most extreme one, if A and B are one experiment. ``band``: the median over the steps of the band's half
+    width, relative to A.
+    """
+
+    method: str
+    window: int
+    alpha: float
+    tests: int
+    dof: float
+    critical: float
+    p: float
+    band: float
+
+
 @dataclass(frozen=True, eq=False)
 class Band:
     """Arrays are float64 ``[steps]``.
 
     ``mean_a``, ``mean_b``: of the smoothed runs. ``spread``: standard deviation of one smoothed run. ``half``: how far
     apart the means may be. ``ratio``: the difference of the means, B minus A, in standard errors; beyond the band it is
-    larger than ``critical`` or smaller than ``-critical``. ``method``: "permutation" with ``tests`` labelings, or "t"
-    with ``tests`` tests and ``dof`` degrees of freedom. ``p``: the probability of a stretch as extreme as the most
-    extreme one, if A and B are one experiment.
+    larger than ``noise.critical`` or smaller than its negative.
     """
 
     mean_a: np.ndarray
@@ -47,12 +65,7 @@ class Band:
     spread: np.ndarray
     half: np.ndarray
     ratio: np.ndarray
-    window: int
-    method: str
-    tests: int
-    dof: float
-    critical: float
-    p: float
+    noise: Noise
 
 
 def default_window(steps: int) -> int:
@@ -87,7 +100,10 @@ def seed_band(a: np.ndarray, b: np.ndarray, *, alpha: float, window: int) -> Ban
         p = min(1.0, tests * two_sided_p(observed, dof)) if observed > 0 else 1.0
     means = runs[:count].mean(0), runs[count:].mean(0)
     half = critical * scale * spread
-    return Band(*means, spread, half, ratio, window, method, tests, dof, critical, p)
+    with np.errstate(all="ignore"):
+        typical = float(np.median(half / np.abs(means[0])))
+    noise = Noise(method, window, alpha, tests, dof, critical, p, typical)
+    return Band(*means, spread, half, ratio, noise)
 
 
 def smooth(runs: np.ndarray, window: int) -> np.ndarray:

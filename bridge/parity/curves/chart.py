@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from bridge.parity.curves.band import Noise
 from bridge.parity.curves.series import MetricsError
-from bridge.parity.curves.verdict import Curves, Departure, Noise
+from bridge.parity.curves.verdict import Curves, Departure
 from bridge.report_page.palette import BLUE, ORANGE, VERMILION
 
 COLOURS = {"A": BLUE, "B": VERMILION}
@@ -68,7 +68,7 @@ def save_picture(
 ) -> None:
     """Write ``curves_figure`` in the format of the path's suffix. ``MetricsError`` if matplotlib lacks the format."""
     figure = curves_figure(curves, departures, noise, title=title, metric=metric)
-    known = FigureCanvasAgg(figure).get_supported_filetypes()
+    known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise MetricsError(f"picture {path}: expected a name that ends in .{', .'.join(sorted(known))}")
     figure.savefig(path, dpi=130)

@@ -9,11 +9,11 @@ from functools import reduce
 
 import numpy as np
 
-from bridge.parity.curves.band import default_window, seed_band
+from bridge.parity.curves.band import Noise, default_window, seed_band
 from bridge.parity.curves.metrics_files import read_metrics
 from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import MetricsError, Series
-from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise, growth, relative_difference
+from bridge.parity.curves.verdict import Curves, Departure, Growth, growth, relative_difference
 
 PathLike = str | os.PathLike[str]
 
@@ -132,17 +132,13 @@ class _Curves:
         half = np.maximum(band.half, rtol * np.abs(band.mean_a))
         relative = relative_difference(band.mean_a, band.mean_b)
         self._keep(band.mean_a, band.mean_b, band.spread, half)
-        with np.errstate(all="ignore"):
-            typical = float(np.median(band.half / np.abs(band.mean_a)))
-        self.noise = Noise(
-            band.method, band.window, alpha, band.tests, band.dof, band.critical, band.p, typical
-        )
+        self.noise = band.noise
         allowed = np.abs(relative) <= rtol
         return [
             departure
             for sign in (1, -1)
             for departure in self._departures(
-                "band", relative, (sign * band.ratio > band.critical) & ~allowed, band.window
+                "band", relative, (sign * band.ratio > band.noise.critical) & ~allowed, band.noise.window
             )
         ]
 

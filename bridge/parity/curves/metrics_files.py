@@ -99,7 +99,8 @@ def _read_json_lines(path: Path, points: Collected) -> None:
     for count, (line, row) in enumerate(rows):
         if name is not None and name not in row:
             raise MetricsError(
-                f'{path}, line {line}: expected a "{name}" as in other lines, found {_some(row)}'
+                f'{path}, line {line}: expected a "{name}" as in other lines, found '
+                + (first_of([f'"{key}"' for key in row]) or "an empty object")
             )
         step = count if name is None else as_step(row[name])
         if step is None:
@@ -109,10 +110,6 @@ def _read_json_lines(path: Path, points: Collected) -> None:
             number = as_number(value)
             if number is not None and key != name:
                 points.add(key, step, number)
-
-
-def _some(row: dict[str, Any]) -> str:
-    return first_of([f'"{key}"' for key in row]) or "an empty object"
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,8 +12,9 @@ import numpy as np
 from bridge.core.extras import why_no_pictures
 from bridge.core.text import first_lines
 from bridge.core.views import Viewed
+from bridge.parity.curves.band import Noise
 from bridge.parity.curves.series import MetricsError
-from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
+from bridge.parity.curves.verdict import Curves, Departure, Growth
 
 _ROWS = 11
 

@@ -30,25 +30,6 @@ class Departure:
     largest: float
 
 
-@dataclass(frozen=True)
-class Noise:
-    """How the band of seeds was found: see ``bridge.parity.curves.band``.
-
-    ``method``: "permutation" or "t". ``tests``: labelings, or tests of the Bonferroni correction. ``critical``: half
-    the width of the band in standard errors. ``p``: the probability of such curves if A and B are one experiment.
-    ``band``: the median over the steps of the band's half width, relative to A.
-    """
-
-    method: str
-    window: int
-    alpha: float
-    tests: int
-    dof: float
-    critical: float
-    p: float
-    band: float
-
-
 @dataclass(frozen=True, eq=False)
 class Curves:
     """The compared curves, for pictures. ``a`` and ``b``: the values, ``[runs, steps]``; the others ``[steps]``.

@@ -42,6 +42,11 @@ def parameters_of(module: nnx.Module) -> dict[str, Any]:
     return {below("", *path): variable for path, variable in flat}
 
 
+def variables_of(module: nnx.Module) -> dict[str, Any]:
+    """The values of these variables."""
+    return {path: variable[...] for path, variable in parameters_of(module).items()}
+
+
 def split(module: nnx.Module) -> tuple[Any, Any, Any]:
     """A module's structure, its parameters and everything else that changes, as arrays without variables."""
     graphdef, parameters, state = cast(tuple[Any, Any, Any], nnx.split(module, nnx.Param, ...))
@@ -66,7 +71,7 @@ class NnxModel:
         self.python_modules = sorted({type(part).__module__ for _, part in nnx.iter_modules(module)})
 
     def weights(self) -> dict[str, Any]:
-        return {path: variable[...] for path, variable in parameters_of(self.module).items()}
+        return variables_of(self.module)
 
     def buffers(self) -> dict[str, Any]:
         return buffers_of(nnx.state(self.module, _BUFFER))
@@ -170,13 +175,6 @@ class NnxReplay(CallReplay):
         with record_calls(Paths(module, self.names), recorder):
             args, kwargs = arguments
             return module(*args, **kwargs)
-
-
-def variables_of(module: nnx.Module) -> dict[str, Any]:
-    """Values of a module's parameters by path below it."""
-    return {
-        below("", *path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
-    }
 
 
 class Paths:

@@ -100,7 +100,6 @@ class CallReplay(Protocol):
 
     def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         """Call the module once more; ``recorder`` notes the module's own call first, then the calls inside."""
-        ...
 
 
 class Adapter(Protocol):
@@ -116,19 +115,15 @@ class Adapter(Protocol):
 
     def weights(self) -> dict[str, Any]:
         """Parameters by path."""
-        ...
 
     def buffers(self) -> dict[str, Any]:
         """Arrays of numbers that are not parameters, by path."""
-        ...
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Set all parameters and some buffers; names and shapes are already checked."""
-        ...
 
     def instance(self, dtype: str) -> Instance:
         """A copy for one run in ``dtype``, on the host; called within the run's settings."""
-        ...
 
 
 class Instance(Protocol):
@@ -146,11 +141,9 @@ class Instance(Protocol):
         self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
         """``loss(model)`` and the state after it; ``recorder`` notes the calls."""
-        ...
 
     def buffers(self, state: Any) -> dict[str, Any]:
         """The buffers of a state, named like the model's."""
-        ...
 
 
 @dataclass

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
-from bridge.core.formats.tensors.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath
+from bridge.core.formats.tensors.wrapping import ComputedReader
 
 Source = TypeVar("Source")
 
@@ -39,7 +39,7 @@ class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
         return LazyLeaves(sources, self._make)
 
 
-class ArrayReader(ClosedAtEnd):
+class ArrayReader(ComputedReader):
     """A ``CheckpointReader`` over ``arrays`` by name. ``where`` replaces the path in errors."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
@@ -62,15 +62,3 @@ class ArrayReader(ClosedAtEnd):
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         box = Box.whole(self.tensors[name].shape) if box is None else box
         return np.array(self._arrays[name][box.slices()], order="C")
-
-    def lend(self, name: str, box: Box, offset: int = 0) -> None:
-        return None
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        return [None] * len(wanted)
-
-    def files(self) -> list[Path]:
-        return []
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -92,16 +92,12 @@ def pair_modules(
         for path, partner in zip(sorted(paths, key=len, reverse=True), twins, strict=False):
             chosen[path] = partner
     order = {path: number for number, path in enumerate(torch_paths)}
-    pairs = sorted((ModulePair(path, other, order[path]) for path, other in chosen.items()), key=_by_order)
+    pairs = [ModulePair(path, other, order[path]) for path, other in chosen.items()]
     return Modules(
-        tuple(pairs),
+        tuple(sorted(pairs, key=lambda pair: pair.order)),
         tuple(path for path in torch_paths if path not in chosen),
         tuple(path for path in jax_paths if path not in chosen.values()),
     )
-
-
-def _by_order(pair: ModulePair) -> int:
-    return pair.order
 
 
 def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[str, frozenset[Key]]:

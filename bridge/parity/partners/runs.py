@@ -123,6 +123,16 @@ class CallPair:
             if name not in known and leaf.dtype.kind not in "iub"
         )
 
+    @property
+    def masks_without_twin(self) -> tuple[str, ...]:
+        """Torch's boolean and integer inputs without a twin, if the JAX module got nothing that could be one."""
+        if set(self.jax.inputs) - {twin for _, twin, _ in self.inputs}:
+            return ()
+        known = {name for name, _, _ in self.inputs}
+        return tuple(
+            name for name, leaf in self.torch.inputs.items() if name not in known and leaf.dtype.kind in "iub"
+        )
+
 
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
@@ -132,19 +142,19 @@ class Runs:
     not finite on either side.
     """
 
-    def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str, *, backward: bool = True) -> None:
+    def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str) -> None:
         self.torch, self.jax, self.dtype = torch, jax, dtype
         self.parameters: Leaves = Store().leaves(torch.weights())
-        self.torch_high = _record(torch, batch, "float64", backward)
-        self.jax_high = _record(jax, batch, "float64", backward)
+        self.torch_high = _record(torch, batch, "float64")
+        self.jax_high = _record(jax, batch, "float64")
         losses = self.torch_high.loss, self.jax_high.loss
         if not any(loss is None or math.isfinite(loss) for loss in losses):
             raise ValueError(
                 f"loss: expected a finite number, got {losses[0]} in torch and {losses[1]} in JAX, both in float64: "
                 "this batch, or these weights, cannot be compared"
             )
-        self.torch_low = _record(torch, batch, dtype, backward)
-        self.jax_low = _record(jax, batch, dtype, backward)
+        self.torch_low = _record(torch, batch, dtype)
+        self.jax_low = _record(jax, batch, dtype)
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's calls began."""
@@ -180,7 +190,9 @@ def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
         ways = [way for _, _, way in (*pair.inputs, *pair.outputs)]
         if any(way.doubt for way in ways):
             kin = [number for number, other in enumerate(pairs) if other.torch.kind == pair.torch.kind]
-            ranked = [*(certain[number] for number in kin), _channels(pair), *certain]
+            # Torch's convolutions have channels first, flax's last.
+            channels = CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
+            ranked = [*(certain[number] for number in kin), channels, *certain]
             if not all(way.certain for way in ways):
                 ranked += [*(chosen[number] for number in kin), *chosen]
             pair = replace(pair, known=tuple(dict.fromkeys(moves for group in ranked for moves in group)))
@@ -192,11 +204,6 @@ def _moves(pair: CallPair, doubted: bool) -> list[Moves]:
     """Layouts of a pair's arrays that say more than the usual order; ``doubted``: chosen by values alone."""
     ways = [way for _, _, way in (*pair.inputs, *pair.outputs) if way.certain and len(way.axes) > 2]
     return list(dict.fromkeys(way.moves for way in ways if bool(way.doubt) == doubted))
-
-
-def _channels(pair: CallPair) -> tuple[Moves, ...]:
-    """The layout that the kind of module implies: torch's convolutions have channels first, flax's last."""
-    return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
 Group = Literal["inputs", "outputs", "gradients"]
@@ -231,8 +238,8 @@ def largest_ratio(runs: Runs, pair: CallPair, group: Literal["inputs", "outputs"
     return max(ratios, default=math.nan)
 
 
-def _record(side: Side, batch: Any, dtype: str, backward: bool) -> Recording:
-    run = side.record(batch, dtype, backward=backward)
+def _record(side: Side, batch: Any, dtype: str) -> Recording:
+    run = side.record(batch, dtype, backward=True)
     trim_heap()
     return run
 

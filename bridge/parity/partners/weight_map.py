@@ -58,23 +58,19 @@ class WeightMap:
         mapping: MappingTable,
         torch: Leaves,
         jax: Leaves,
-        *,
-        torch_convention: str | None = None,
-        jax_convention: str | None = None,
-        torch_buffers: Leaves | None = None,
-        jax_buffers: Leaves | None = None,
+        buffers: tuple[Leaves, Leaves] = ({}, {}),
     ) -> WeightMap:
         """The relation of two models' weights and buffers."""
         sides, names, dropped = [], [], []
-        for what, leaves, buffers, separator, wanted in (
-            ("the torch model", torch, torch_buffers or {}, ".", torch_convention),
-            ("the JAX model", jax, jax_buffers or {}, "/", jax_convention),
+        for what, leaves, held, separator in (
+            ("the torch model", torch, buffers[0], "."),
+            ("the JAX model", jax, buffers[1], "/"),
         ):
-            state, own = found_in_model(mapping, leaves, buffers, separator, wanted, what)
+            state, own = found_in_model(mapping, leaves, held, separator, what)
             others = {info.name: own[info.name] for info in state.others.values()}
             drops = {name for stored, name in others.items() if mapping.drops(stored)}
-            unknown = sorted(set(others.values()) - drops - buffers.keys())
-            dropped += sorted(drops & buffers.keys())
+            unknown = sorted(set(others.values()) - drops - held.keys())
+            dropped += sorted(drops & held.keys())
             if unknown or not state.weights:
                 raise MappingError(
                     f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
@@ -95,14 +91,13 @@ class WeightMap:
             raise MappingError(
                 f"mapping {mapping.name}: expected two conventions, got both models in {first.convention.name}"
             )
-        kinds = frozenset(torch_buffers or {}), frozenset(jax_buffers or {})
-        return cls(mapping, first, second, names[0], names[1], kinds[0], kinds[1], tuple(dropped))
+        of_buffers = frozenset(buffers[0]), frozenset(buffers[1])
+        return cls(mapping, first, second, names[0], names[1], *of_buffers, tuple(dropped))
 
     @classmethod
     def of_sides(cls, mapping: MappingTable, torch: Side, jax: Side) -> WeightMap:
         """The relation of two sides' weights and buffers."""
-        ours, theirs = torch.buffers(), jax.buffers()
-        return cls.of(mapping, torch.weights(), jax.weights(), torch_buffers=ours, jax_buffers=theirs)
+        return cls.of(mapping, torch.weights(), jax.weights(), (torch.buffers(), jax.buffers()))
 
     @cached_property
     def edges(self) -> frozenset[tuple[Key, Key]]:
@@ -189,11 +184,9 @@ class WeightMap:
             leaves, (self.torch, self.torch_names), (self.jax, self.jax_names), gradients
         )
 
-    def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
+    def to_torch(self, leaves: Leaves) -> Leaves:
         """Values of all JAX parameters in the form of the torch parameters, by torch name; made on each access."""
-        return self._all_translated(
-            leaves, (self.jax, self.jax_names), (self.torch, self.torch_names), gradients
-        )
+        return self._all_translated(leaves, (self.jax, self.jax_names), (self.torch, self.torch_names), False)
 
     def _all_translated(
         self,
@@ -299,7 +292,7 @@ class WeightMap:
 
 
 def found_in_model(
-    mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, convention: str | None, where: str
+    mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, where: str
 ) -> tuple[SourceTree, Mapping[str, str]]:
     """A model's weights and buffers in the mapping, and the model's own name for each mapping name.
 
@@ -318,7 +311,7 @@ def found_in_model(
             continue
         reader = ArrayReader(LazyLeaves(own, every.__getitem__), separator, where)
         try:
-            state = find(reader.tensors.values(), mapping, convention, where)
+            state = find(reader.tensors.values(), mapping, None, where)
         except MappingError as error:
             errors.append(error)
             continue

@@ -160,40 +160,34 @@ class Side(Protocol):
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by path, in their own dtype; a parameter with two names appears once, under the first."""
-        ...
 
     def buffers(self) -> dict[str, np.ndarray]:
         """State that no gradient changes, by path, in its own dtype: running statistics, counters, tables.
 
         No name is also a parameter's name.
         """
-        ...
 
     @property
     def left_out(self) -> Sequence[str]:
         """State that cannot be compared, such as random state: a phrase for each kind."""
-        ...
 
     def load(self, weights: Leaves) -> None:
         """Set all parameters and the given buffers.
 
         ``ValueError`` names missing parameters, and names that are unexpected or have another shape.
         """
-        ...
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         """Run the model, its loss and, if requested, its backward with all parameters in ``dtype``.
 
         In float64 everything is computed in float64, as far as the model lets this be changed from outside.
         """
-        ...
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         """Loss and gradients of a batch with its rows in the order ``rows``, as ``record`` returns them; no calls.
 
         The state of ``rerun`` stays.
         """
-        ...
 
     def rerun(
         self,
@@ -210,15 +204,12 @@ class Side(Protocol):
         Other input leaves keep the recorded values. ``cotangents``: by output leaf, zeros for missing ones; with
         cotangents, the module's backward runs. ``KeyError`` for a call that was not recorded.
         """
-        ...
 
     def forget(self) -> None:
         """Free what ``rerun`` needs: the recorded calls and the copies of the model."""
-        ...
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy of the model, one step for each batch, with the side's optimizer."""
-        ...
 
 
 T = TypeVar("T")

@@ -84,7 +84,6 @@ class Capture:
     header: Mapping[str, Any]
     arrays: Leaves
     statistics: Mapping[str, Mapping[str, Any]]
-    sampling: Sampling
 
     @classmethod
     def of(
@@ -136,7 +135,7 @@ class Capture:
             "trained": trained,
             "samples": {str(size): list(kept) for size, kept in sampling.kept.items()},
         }
-        return cls(header, arrays, numbers, sampling)
+        return cls(header, arrays, numbers)
 
     def write(self, path: str | os.PathLike[str], batch: Leaves, notes: Sequence[str] = ()) -> None:
         """Write the trace with the arrays of its batch, and with notes for its report.

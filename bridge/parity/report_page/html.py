@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bridge.core.extras import why_no_pictures
-from bridge.parity.partners.rows import STAGES, Row, Stage
+from bridge.parity.partners.rows import STAGES, Row
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
 from bridge.parity.report_page.markup import (
-    SIGNS,
     alone,
     counted,
     exact,
@@ -27,24 +26,6 @@ from bridge.parity.report_page.tree import anchors, tree_of
 from bridge.report_page.charts import inline_svg
 from bridge.report_page.page import render
 
-TITLES: Mapping[Stage, str] = {
-    "weights": "Weights",
-    "buffers": "Buffers: after each side's forward",
-    "forward": "Forward: outputs of modules",
-    "precision": "Precision: what the compute dtype does to each side's modules",
-    "loss": "Loss",
-    "backward": "Backward: gradients of modules' outputs",
-    "gradients": "Gradients of parameters",
-    "update": "First update of the optimizers",
-    "steps": "After all steps of training",
-}
-_NUMBERS = ("error", "floor", "ratio", "alone", "max ULP", "cosine", "torch there", "JAX there")
-_HEADINGS = (
-    *("torch", "JAX", "kind", "shape", "verdict", *_NUMBERS[:6]),
-    *("largest at", *_NUMBERS[6:], "layout", "note", "cause"),
-)
-_MOST_OPEN = 200
-"""A stage that differs has its table open at first, up to this many rows."""
 _LOWEST, _HIGHEST = -3, 6
 """Decades of ratios."""
 _BINS = ("0", "less", *(f"1e{power}" for power in range(_LOWEST, _HIGHEST + 1)), "inf", "nan")
@@ -69,49 +50,15 @@ def page(report: ParityReport) -> str:
         first=report.first_divergence,
         root=root,
         stages=stages,
-        sections=list(_sections(report)),
         losses=[(name, loss) for name, loss in losses if loss is not None],
         remarks=list(filter(None, (*report.notes, report.order, report.conclusion()))),
         charts=list(_charts(report)),
-        partnerless=(
-            ("Torch modules", report.torch_only),
-            ("JAX modules", report.jax_only),
-            ("Torch parameters", report.torch_parameters),
-            ("JAX parameters", report.jax_parameters),
-        ),
-        titles=TITLES,
-        headings=[(heading, heading in _NUMBERS) for heading in _HEADINGS],
         bins=_BINS,
-        legend=_legend(),
         factor=f"{FACTOR:g}",
-        signs=SIGNS,
-        most_open=_MOST_OPEN,
         most_numbered=MOST_NUMBERED,
         anchor_of=lambda row: linked[id(row)],
         **{f.__name__: f for f in (alone, counted, exact, facts_of, index, number, shade, times)},
         **{f.__name__: f for f in (histogram, place_of, shown)},
-    )
-
-
-def _sections(report: ParityReport) -> Iterator[tuple[str, str]]:
-    yield "first", "Where the two first diverge"
-    yield "modules", "Modules"
-    yield "depth", "Errors over depth"
-    if report.rows:
-        yield "ratios", "Ratios"
-        yield "tables", "All rows"
-    yield "partners", "Without partner"
-    if report.revealed:
-        yield "selftest", "Self-test"
-
-
-def _legend() -> Sequence[tuple[str, str]]:
-    return (
-        ("c0", "up to 1x: rounding"),
-        (shade(FACTOR), f"up to {FACTOR:g}x"),
-        (shade(1.1 * FACTOR), f"above {FACTOR:g}x: counts as a difference"),
-        (shade(100.0), "100x"),
-        (shade(math.inf), "1000x and more, inf, nan"),
     )
 
 

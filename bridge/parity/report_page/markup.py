@@ -7,7 +7,6 @@ import math
 from bridge.parity.partners.rows import Row
 from bridge.parity.recorded.distance import FACTOR
 
-SIGNS = {"same": "✓", "inherited": "○", "differs": "◆", "introduced": "▲", "unknown": "?"}
 _RED = 3.0
 """log10 of the ratio from which the colour is red."""
 _AMBER_STEP, _STEPS = 3, 8

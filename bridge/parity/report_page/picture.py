@@ -35,9 +35,7 @@ _FOOT = -0.03
 
 def write_picture(report: ParityReport, path: Path) -> None:
     """Write ``parity_figure`` as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(parity_figure(report)).print_figure(str(path), dpi=130, format="png")
+    parity_figure(report).savefig(path, dpi=130, format="png")
 
 
 def parity_figure(report: ParityReport) -> Figure:

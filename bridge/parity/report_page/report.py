@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.core.text import first_of, plain_json
+from bridge.core.text import first_lines, first_of, plain_json
 from bridge.core.views import Viewed
 from bridge.parity.partners.rows import BUFFER, STAGES, Row, Stage
 from bridge.parity.recorded.align import DOUBTS
@@ -147,7 +147,7 @@ class ParityReport(Viewed):
             else f"The trainings differ: {where}",
         }[first.stage]
         ratio = first.local if not math.isnan(first.local) else first.ratio
-        cause = f": {first.cause}" if first.cause else ""
+        cause = f": {_why(first)}" if _why(first) else ""
         others = len({(row.stage, row.name) for row in self.introduced}) - 1
         more = f" Further places: {others}." if others > 0 else ""
         return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}{self._state_left_out()}"
@@ -182,18 +182,17 @@ class ParityReport(Viewed):
         layouts = {
             row.name: row.note for row in self.stage("forward") if any(one in row.note for one in DOUBTS)
         }
-        yield from (f"{name or '(model)'}: {note}" for name, note in list(layouts.items())[:_SHOWN])
+        yield from first_lines([f"{name or '(model)'}: {note}" for name, note in layouts.items()], _SHOWN)
         unknown = [row for row in self.rows if row.verdict == "unknown"]
-        for row in unknown[:_SHOWN]:
-            yield f"{row.name or '(model)'}: {row.note}"
+        yield from first_lines([f"{row.name or '(model)'}: {row.note}" for row in unknown], _SHOWN)
         hidden = [one for one in self.revealed if not one.shown]
         if self.revealed:
             yield (
                 f"self-test: this batch shows {len(self.revealed) - len(hidden)} of {len(self.revealed)} planted "
                 "faults" + ("; larger weights (scale) or other inputs may show more" if hidden else "")
             )
-        for one in hidden[:_SHOWN]:
-            yield f"  not shown: {one.module or '(model)'}, {one.fault} (ratio {one.ratio:.2g})"
+        faults = [f"{one.module or '(model)'}, {one.fault} (ratio {one.ratio:.2g})" for one in hidden]
+        yield from (f"  not shown: {line}" for line in first_lines(faults, _SHOWN, "; the report lists all"))
 
     def table(self, most: int = 20) -> list[tuple[str, ...]]:
         """A heading and the rows that matter: where differences begin, then the largest others, in order."""
@@ -218,7 +217,7 @@ class ParityReport(Viewed):
                 f"{row.floor:.1e}",
                 str(row.max_ulp),
                 f"{row.cosine:.6f}",
-                row.cause,
+                _why(row),
             )
             for row in chosen[:most]
         ]
@@ -239,6 +238,12 @@ class ParityReport(Viewed):
     def write(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
+
+
+def _why(row: Row) -> str:
+    """The cause; where none is known, what may be the cause of a difference that begins in a module."""
+    hint = row.note if (row.stage, row.verdict) == ("forward", "introduced") else ""
+    return row.cause or hint
 
 
 def _size(row: Row) -> float:

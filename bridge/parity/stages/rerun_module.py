@@ -116,8 +116,8 @@ def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[Call
         target = max(inner_ratios, key=lambda name: inner_ratios[name])
         note = f"in what it gives to {target.partition(' as ')[0]}"
     if rerun.differences:
-        if pair.without_twin:
-            names = ", ".join(pair.without_twin)
+        names = ", ".join((*pair.without_twin, *pair.masks_without_twin))
+        if names:
             note = f"{note}{'; ' if note else ''}torch's inputs {names} have no twin: they may be the cause"
         prefix = f"{path}." if path else ""
         parameters = {

@@ -82,6 +82,23 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
     return functional.cross_entropy(logits.to(wide).flatten(0, 1), tokens[:, 1:].to(logits.device).flatten())
 
 
+def scalar_loss(loss: Loss, model: nn.Module, batch: Any, where: str = "") -> torch.Tensor:
+    """The loss of a batch, without axes. ValueError, which begins with ``where``, if there is no such loss."""
+    try:
+        value = loss(model, batch)
+    except Exception as error:
+        raise ValueError(
+            f"{where}{type(model).__name__} or its loss refused the batch ({describe(batch)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+        got = (
+            f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        )
+        raise ValueError(f"{where}expected the loss to be a floating-point scalar, got {got}")
+    return value.reshape(())
+
+
 LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
 
 

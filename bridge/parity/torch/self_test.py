@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,10 @@ def plant_faults(
     right = side.record(batch, "float64", backward=False)
     low = side.record(batch, dtype, backward=False)
     faults, owners = list(faults_of(side.model)), _owners(side)
-    for fault in faults if len(faults) <= most else _spread(faults, most):
+    if len(faults) > most:
+        # Evenly over the list, which follows the layers: with only the first faults, the deep half would stay untested.
+        faults = [faults[number * len(faults) // most] for number in range(most)]
+    for fault in faults:
         faulty = with_fault(side, fault).record(batch, "float64", backward=False)
         ratio = max(
             (_ratio(call, right, low, faulty, dtype) for call in _around(fault.module, right, owners)),
@@ -56,7 +60,7 @@ def plant_faults(
 def with_fault(side: TorchSide, fault: Fault) -> TorchSide:
     """A side with a copy of the model that has the fault."""
     model = copy.deepcopy(side.model)
-    fault.plant(model)
+    fault.plant(model.get_submodule(fault.module))
     return TorchSide(model, side.loss, optimizer=side.optimizer)
 
 
@@ -95,12 +99,6 @@ def _ratio(call: Call, right: Recording, low: Recording, faulty: Recording, dtyp
     return worst
 
 
-def _spread(faults: Sequence[Any], most: int) -> list[Any]:
-    # Evenly over the list, which follows the layers: with only the first faults, the deep half would
-    # stay untested.
-    return [faults[number * len(faults) // most] for number in range(most)]
-
-
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _STALE = 1e-3
@@ -108,14 +106,16 @@ _STALE = 1e-3
 _ROTARY = 50.0
 """From a base of 1e4 to Llama-3\'s of 5e5."""
 
+Plant = Callable[[nn.Module], None]
+
 
 @dataclass(frozen=True)
 class Fault:
-    """``plant`` changes a model permanently: pass a copy. ``module``: the path of the fault."""
+    """``plant`` changes the module at the path ``module`` permanently: pass one of a copy."""
 
     name: str
     module: str
-    plant: Callable[[nn.Module], None]
+    plant: Plant
 
 
 def faults_of(model: nn.Module) -> Iterator[Fault]:
@@ -123,38 +123,32 @@ def faults_of(model: nn.Module) -> Iterator[Fault]:
     for path, module in model.named_modules():
         for name in _EPSILONS:
             if isinstance(getattr(module, name, None), float):
-                yield Fault(f"{name} ten times as large", path, _set(path, name))
+                yield Fault(f"{name} ten times as large", path, partial(_enlarge, name))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 2 and parameter.shape[0] == parameter.shape[1]:
-                yield Fault(f"{name} transposed", path, _weight(path, name, lambda w: w.t().contiguous()))
+                yield Fault(f"{name} transposed", path, _weight(name, lambda w: w.t().contiguous()))
             if parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
-                yield Fault(f"{name} a little old", path, _weight(path, name, _stale))
+                yield Fault(f"{name} a little old", path, _weight(name, _stale))
             if name == "bias" and parameter.is_floating_point():
-                yield Fault("bias left out", path, _weight(path, name, torch.zeros_like))
+                yield Fault("bias left out", path, _weight(name, torch.zeros_like))
         heads = _heads(model, module)
         if heads is not None:
-            yield Fault("first two heads of the query swapped", path, _swap_heads(path, heads))
+            yield Fault("first two heads of the query swapped", path, _swap_heads(*heads))
         if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-            yield Fault(f"rotary base {_ROTARY:g} times as large", path, _rotary(path))
+            yield Fault(f"rotary base {_ROTARY:g} times as large", path, _rotary)
         if type(module).__name__ in _ACTIVATIONS:
-            yield Fault("another activation", path, _activation(path))
+            yield Fault("another activation", path, _activation)
         if "attention" in type(module).__name__.lower():
-            yield Fault("mask off by one", path, _mask(path))
+            yield Fault("mask off by one", path, _mask)
 
 
-def _set(path: str, name: str) -> Callable[[nn.Module], None]:
-    def plant(model: nn.Module) -> None:
-        module = model.get_submodule(path)
-        setattr(module, name, 10 * getattr(module, name))
-
-    return plant
+def _enlarge(name: str, module: nn.Module) -> None:
+    setattr(module, name, 10 * getattr(module, name))
 
 
-def _weight(
-    path: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[nn.Module], None]:
-    def plant(model: nn.Module) -> None:
-        parameter = model.get_submodule(path).get_parameter(name)
+def _weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    def plant(module: nn.Module) -> None:
+        parameter = module.get_parameter(name)
         with torch.no_grad():
             parameter.copy_(change(parameter.detach().clone()))
 
@@ -181,23 +175,17 @@ def _heads(model: nn.Module, module: nn.Module) -> tuple[str, int] | None:
     return None
 
 
-def _swap_heads(path: str, heads: tuple[str, int]) -> Callable[[nn.Module], None]:
-    name, size = heads
-
+def _swap_heads(query: str, size: int) -> Plant:
     def swapped(weight: torch.Tensor) -> torch.Tensor:
         return torch.cat((weight[size : 2 * size], weight[:size], weight[2 * size :]))
 
-    return _weight(f"{path}.{name}" if path else name, "weight", swapped)
+    return _weight(f"{query}.weight", swapped)
 
 
-def _rotary(path: str) -> Callable[[nn.Module], None]:
-    def plant(model: nn.Module) -> None:
-        module: Any = model.get_submodule(path)
-        count = module.inv_freq.shape[0]
-        powers = torch.arange(count, dtype=torch.float64) / count
-        module.inv_freq = (module.inv_freq.double() * _ROTARY**-powers).to(module.inv_freq)
-
-    return plant
+def _rotary(module: Any) -> None:
+    count = module.inv_freq.shape[0]
+    powers = torch.arange(count, dtype=torch.float64) / count
+    module.inv_freq = (module.inv_freq.double() * _ROTARY**-powers).to(module.inv_freq)
 
 
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -212,38 +200,26 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _activation(path: str) -> Callable[[nn.Module], None]:
-    def plant(model: nn.Module) -> None:
-        module = model.get_submodule(path)
-        other = _ACTIVATIONS[type(module).__name__]
-
-        def instead(_: nn.Module, args: Any, __: Any) -> torch.Tensor:
-            return other(args[0])
-
-        module.register_forward_hook(instead)
-
-    return plant
+def _activation(module: nn.Module) -> None:
+    other = _ACTIVATIONS[type(module).__name__]
+    module.register_forward_hook(lambda _, args, __: other(args[0]))
 
 
-def _mask(path: str) -> Callable[[nn.Module], None]:
-    def shifted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        mask = kwargs.get("attention_mask")
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            return args, {**kwargs, "attention_mask": torch.roll(mask, 1, dims=-1)}
-        # Fused attention that is causal by a flag.
-        if mask is None and getattr(module, "is_causal", False) and isinstance(hidden, torch.Tensor):
-            length = hidden.shape[1]
-            hides = (
-                torch.full((length, length), torch.finfo(hidden.dtype).min)
-                .triu()
-                .fill_diagonal_(0, wrap=False)
-            )
-            mask = torch.roll(hides.to(hidden), 1, dims=-1)[None, None]
-            return args, {**kwargs, "attention_mask": mask}
-        return None
+def _mask(module: nn.Module) -> None:
+    module.register_forward_pre_hook(_shift_mask, with_kwargs=True)
 
-    def plant(model: nn.Module) -> None:
-        model.get_submodule(path).register_forward_pre_hook(shifted, with_kwargs=True)
 
-    return plant
+def _shift_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    mask = kwargs.get("attention_mask")
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        return args, {**kwargs, "attention_mask": torch.roll(mask, 1, dims=-1)}
+    # Fused attention that is causal by a flag.
+    if mask is None and getattr(module, "is_causal", False) and isinstance(hidden, torch.Tensor):
+        length = hidden.shape[1]
+        hides = (
+            torch.full((length, length), torch.finfo(hidden.dtype).min).triu().fill_diagonal_(0, wrap=False)
+        )
+        mask = torch.roll(hides.to(hidden), 1, dims=-1)[None, None]
+        return args, {**kwargs, "attention_mask": mask}
+    return None

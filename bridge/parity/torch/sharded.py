@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from bridge.parity.recorded.recording import Call, Leaves, Recording, Training, 
 from bridge.parity.recorded.trace import Capture, OneRecording, check_new
 from bridge.parity.torch.calls import Recorder
 from bridge.parity.torch.leaves import is_sharded, to_numpy
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, scalar_loss
 from bridge.parity.torch.ranks import Ranks, probe_of_all
 from bridge.parity.torch.run_in_dtype import device_of, running
 from bridge.parity.torch.side import OptimizerFactory, default_optimizer
@@ -126,7 +125,7 @@ class ShardedTorchSide(OneRecording):
         reference: nn.Module | None = None,
     ) -> None:
         self._models = {dtype: model}
-        self._ranks = ranks
+        self._ranks, self._where = ranks, f"rank {ranks.rank}: "
         self._optimizer = optimizer or default_optimizer
         if loss is None or loss == "probe":
             loss = probe_of_all(ranks)
@@ -158,14 +157,14 @@ class ShardedTorchSide(OneRecording):
         with _unchanged(model), running(model, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
             with recorder.on():
-                loss = self._scalar(model, inputs)
+                loss = scalar_loss(self._loss, model, inputs, self._where)
             buffers = self._whole("buffer after the forward", model.named_buffers())
             if backward:
                 loss.backward()
             gradients = self._whole(
                 "gradient",
                 (
-                    (name, _gradient(parameter))
+                    (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
                     for name, parameter in model.named_parameters()
                     if parameter.requires_grad
                 ),
@@ -184,7 +183,8 @@ class ShardedTorchSide(OneRecording):
         with _unchanged(model), running(model, dtype):
             optimizer = self._optimizer(model.parameters())
             for step, batch in enumerate(batches):
-                loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
+                inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
+                loss = scalar_loss(self._loss, model, inputs, self._where)
                 losses.append(self._ranks.mean(float(loss.detach())))
                 optimizer.zero_grad()
                 loss.backward()
@@ -192,18 +192,6 @@ class ShardedTorchSide(OneRecording):
                 whole = step in (0, len(batches) - 1)
                 reached.append(self._state(model) if whole else self._whole("buffer", model.named_buffers()))
         return Training(tuple(losses), reached[0], reached[-1], tuple(reached[1:-1]))
-
-    def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        try:
-            loss = self._loss(model, batch)
-        except Exception as error:
-            raise ValueError(
-                f"rank {self._ranks.rank}: {type(model).__name__} or its loss refused the batch "
-                f"({describe(batch)}): {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise ValueError(f"expected the loss to be a floating-point scalar, got {loss!r:.80}")
-        return loss.reshape(())
 
     def _state(self, model: nn.Module) -> dict[str, np.ndarray]:
         parameters = self._whole("weight", model.named_parameters())
@@ -224,28 +212,18 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-@dataclass
-class _Saved:
-    tensor: torch.Tensor
-    values: torch.Tensor
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers afterwards, and remove gradients."""
-    kept = [_Saved(saved, saved.detach().clone()) for saved in _tensors(model)]
+    kept = [(tensor, tensor.detach().clone()) for tensor in _tensors(model)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for saved in kept:
-                saved.tensor.copy_(saved.values)
+            for tensor, values in kept:
+                tensor.copy_(values)
         for parameter in model.parameters():
             parameter.grad = None
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _kind(module: nn.Module) -> str:

@@ -23,7 +23,7 @@ from bridge.parity.torch.calls import (
     set_random_state,
 )
 from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, share_memory, to_numpy, to_torch
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe, in_order
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, in_order, scalar_loss
 from bridge.parity.torch.run_in_dtype import (
     buffers_of,
     check_unsharded,
@@ -170,7 +170,7 @@ class TorchSide:
         with running(kept, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(kept))
             with recorder.on():
-                loss = self._scalar(model, inputs)
+                loss = scalar_loss(self.loss, model, inputs)
             if not recorder.calls:
                 raise ValueError("the loss called no module of the model that it got as first argument")
             buffers = _stored(buffers_of(model), store)
@@ -189,7 +189,7 @@ class TorchSide:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         with running(model, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
-            loss = self._scalar(model, inputs, in_order(self.loss, rows))
+            loss = scalar_loss(in_order(self.loss, rows), model, inputs)
             gradients = _stored_gradients(loss, model, Store())
         return Recording(dtype, [], float(loss.detach()), gradients)
 
@@ -302,7 +302,9 @@ class TorchSide:
         with running(model, dtype):
             optimizer = self.optimizer(model.parameters())
             for step, batch in enumerate(batches):
-                loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
+                loss = scalar_loss(
+                    self.loss, model, as_tensors(batch, getattr(torch, dtype), device_of(model))
+                )
                 losses.append(float(loss.detach()))
                 loss.backward()
                 optimizer.step()
@@ -310,21 +312,6 @@ class TorchSide:
                 whole = step in (0, len(batches) - 1)
                 reached.append(_stored(state_of(model) if whole else buffers_of(model), store))
         return Training(tuple(losses), reached[0], reached[-1], tuple(reached[1:-1]))
-
-    def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
-        try:
-            loss = (loss_of or self.loss)(model, batch)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} or its loss refused the batch ({describe(batch)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            got = (
-                f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            )
-            raise ValueError(f"expected the loss to be a floating-point scalar, got {got}")
-        return loss.reshape(())
 
 
 def _only_shape(parameter: torch.Tensor) -> torch.Tensor:

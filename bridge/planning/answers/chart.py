@@ -11,7 +11,7 @@ from bridge.planning.cost.traffic import KINDS
 from bridge.report_page.palette import SERIES, bar_style
 
 _BAR = 0.38
-_HATCHES = ("", "///", "", "...", "\\\\\\", "xxx", "", "")
+_HATCHES = ("", "///", "---", "...", "\\\\\\", "xxx", "oo", "+++")
 
 
 def chart(comparison: Comparison) -> Figure:

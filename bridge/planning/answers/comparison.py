@@ -5,13 +5,8 @@ the lowest peak. Plans for different numbers of devices or different workloads a
 work than others. A policy fits a number of devices if it fits in every requested runtime. Its bytes and its peak are
 the larger ones of the runtimes.
 
-A policy fits if its peak is within the memory of a device less a reserve, a share of the memory. The reserve covers
-everything that a peak leaves out (see ``peak``): fragmentation, and buffers of the framework and the network library.
-
-A peak without activations is incomplete: such a plan is never known to fit, and is never the cheapest. On a mesh with
-model axes, or for a model with frozen layers, the peak counts activations that do not exist, and is an upper bound. Any
-other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only if its bytes at rest do not
-fit; between the bytes at rest and the peak the answer is unknown (``CostPlan.least``).
+``docs/explanation/planning.md`` says when a policy fits, and which peaks are bounds. The reserve covers what a peak
+leaves out. A plan with an incomplete peak is never the cheapest.
 """
 
 from __future__ import annotations
@@ -21,6 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bridge.core.sharding import ShardingPolicy
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 from bridge.planning.cost.cost import CostPlan, Workload, make_plan
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.models.errors import PlanError
@@ -28,6 +25,7 @@ from bridge.planning.models.model import Model
 
 RESERVE = Fraction(1, 10)
 """The share of a device's memory that a plan leaves free by default."""
+ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def fits_within(plan: CostPlan, usable: int) -> bool | None:
@@ -50,12 +48,19 @@ class Choice:
     unknown: tuple[str, ...] = ()
 
     @property
+    def answer(self) -> str:
+        """The answer in words, without the devices and the workload."""
+        if self.policy is not None:
+            return f"{self.policy} is the cheapest that fits"
+        return self.doubt if self.unknown else "no policy fits"
+
+    @property
     def doubt(self) -> str:
         return f"unknown whether {', '.join(self.unknown)} {'fits' if len(self.unknown) == 1 else 'fit'}"
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Viewed):
     """``plans`` in the order of policies, devices, workloads, runtimes. ``memory``: bytes of one device, or None.
 
     ``reserve``: the share of ``memory`` that stays free, from 0 to below 1.
@@ -66,6 +71,24 @@ class Comparison:
     memory: int | None = None
     refused: tuple[str, ...] = ()
     reserve: Fraction = RESERVE
+
+    def summary(self) -> str:
+        """The number of plans, and with ``memory`` the answer for each number of devices and workload."""
+        names = ", ".join(dict.fromkeys(plan.model.name for plan in self.plans))
+        answers = [f"{choice.devices} devices: {choice.answer}" for choice in self.choices]
+        return "; ".join([f"{len(self.plans)} plans of {names}", *answers])
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each plan."""
+        rows = [
+            (
+                "" if self.memory is None else ANSWERS[self.fits(plan)],
+                *(plan.policy, plan.runtime, str(plan.mesh.devices), str(plan.workload), plan.peak_in_words),
+                *(human_bytes(plan.least), human_bytes(plan.traffic.wire_bytes())),
+            )
+            for plan in self.plans
+        ]
+        return [("fits", "policy", "runtime", "devices", "workload", "peak", "at rest", "sent"), *rows]
 
     @property
     def usable(self) -> int | None:

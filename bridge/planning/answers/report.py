@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bridge.core.sharding.policy.recompute import Recompute
 from bridge.core.text import human_bytes
-from bridge.planning.answers.comparison import Comparison
+from bridge.planning.answers.comparison import ANSWERS, Comparison
 from bridge.planning.cost.at_rest import AtRest
 from bridge.planning.cost.cost import CostPlan
 from bridge.planning.cost.optimizers import ADAMW
@@ -17,8 +17,6 @@ Row = tuple[str, ...]
 _HELD = ("at rest", "weights", "moments", "gradients", "compute", "padding")
 _SENT = ("sent", "gathers", "scatters", "reduces")
 
-_ANSWERS = {True: "yes", False: "no", None: "unknown"}
-
 
 def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     """Headings, and a row for each plan, the answer first; with several workloads, columns that name them."""
@@ -27,14 +25,14 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     offloading = any(plan.at_rest.host for plan in comparison.plans)
     rows: list[Row] = []
     for plan in comparison.plans:
-        row: Row = (_ANSWERS[comparison.fits(plan)],) if asked else ()
+        row: Row = (ANSWERS[comparison.fits(plan)],) if asked else ()
         row += (plan.policy, plan.runtime, str(plan.mesh.devices))
         if several:
             row += (str(plan.workload.microbatches), str(plan.workload.length))
         total, *kinds = _held(plan.at_rest)
         sent, *calls = _sent(plan.traffic)
         host = (human_bytes(plan.at_rest.host),) if offloading else ()
-        rows.append((*row, _peak(plan), total, *host, sent, *kinds, *calls))
+        rows.append((*row, plan.peak_in_words, total, *host, sent, *kinds, *calls))
     first = ("fits",) if asked else ()
     work = ("microbatches", "length") if several else ()
     host = ("in CPU memory",) if offloading else ()
@@ -104,12 +102,6 @@ def _held(rest: AtRest) -> Row:
 
 def _sent(traffic: Traffic) -> Row:
     return human_bytes(traffic.wire_bytes()), *(str(traffic.count(kind)) for kind in KINDS)
-
-
-def _peak(plan: CostPlan) -> str:
-    if plan.peak.complete:
-        return f"{'< ' if plan.peak_is_upper_bound else ''}{human_bytes(plan.peak.total)}"
-    return f"> {human_bytes(plan.least)}"
 
 
 def notes(comparison: Comparison) -> Sequence[str]:

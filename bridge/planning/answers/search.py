@@ -8,8 +8,7 @@ A search only plans: it compiles nothing. Each answer equals that of an exhausti
     fewest changes    ``changes.variants``        fewer changes first; at the first number of changes with which
                                                   something fits, all are tried, and listed by bytes sent
 
-An incomplete peak never gives the answer yes. No peak gives the answer no, because a device may stay below it; bytes at
-rest do. So a larger batch than the reported one may fit, and fewer devices may be enough.
+Only bytes at rest give the answer no: a larger batch than the reported one may fit, and fewer devices may be enough.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from dataclasses import dataclass, replace
 
 from bridge.core.progress import Follow, followed
 from bridge.core.sharding import ShardingPolicy
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 from bridge.planning.answers.changes import variants
 from bridge.planning.answers.comparison import Comparison, fits_within
 from bridge.planning.cost.cost import CostPlan, Workload
@@ -32,6 +33,8 @@ NODE = 8
 MOST_DEVICES = 16384
 """The largest number of devices to try. A plan for this many takes less than a gigabyte of memory."""
 LARGEST_BATCH = 1 << 20
+_SHOWN = 5
+"""Rows shown for policies that fit."""
 # Above this many nodes, eight numbers per doubling: each number needs its own plan, which takes time.
 _IN_STEPS_OF_A_NODE = 16
 # Turns in which the slope of the peak leads. The peak is nearly a line, so a few turns find the answer;
@@ -51,6 +54,11 @@ class LargestBatch:
     runtime: str
     batch: int | None
 
+    def __str__(self) -> str:
+        if self.batch is None:
+            return "unknown"
+        return f"{self.batch} or more" if self.batch else "none"
+
 
 @dataclass(frozen=True)
 class FewestDevices:
@@ -62,6 +70,11 @@ class FewestDevices:
     runtime: str
     devices: int | None
     not_below: int | None = None
+
+    def __str__(self) -> str:
+        if self.devices is not None:
+            return f"{self.devices}" + ("" if self.not_below is None else f", perhaps {self.not_below}")
+        return f"> {MOST_DEVICES:,}" if self.not_below is None else f"unknown, >= {self.not_below}"
 
 
 @dataclass(frozen=True)
@@ -95,9 +108,24 @@ class Nearest:
     above: bool = True
     """Whether the peak is above the usable memory; for a lower bound this means that nothing fits."""
 
+    def __str__(self) -> str:
+        lowest = f"{human_bytes(self.peak)} with {', '.join(self.changes)}"
+        if self.bound == "lower" and not self.above:
+            return (
+                f"unknown, because the peak is incomplete; the fewest bytes at rest are {lowest}: run a step "
+                "and measure, or compile it with --target"
+            )
+        needed = ", ".join(f"{fewest.runtime} {fewest}" for fewest in self.fewest)
+        fits = (
+            "fits; the fewest bytes at rest are"
+            if self.bound == "lower"
+            else "is known to fit; the lowest peak is"
+        )
+        return f"no set of changes {fits} {lowest}; sufficient numbers of devices: {needed}"
 
-@dataclass(frozen=True)
-class Finding:
+
+@dataclass(frozen=True, repr=False)
+class Finding(Viewed):
     """The findings for one policy on ``devices`` devices.
 
     work: the workload in the model's words.
@@ -114,6 +142,29 @@ class Finding:
     fits: bool | None
     ways: tuple[Way, ...] = ()
     nearest: Nearest | None = None
+
+    def summary(self) -> str:
+        """One sentence: whether the policy fits, and if not, which changes make it fit."""
+        where = f"{self.policy.source} on {self.devices} devices, {self.work}"
+        if self.fits:
+            return f"{where}: fits without changes"
+        if self.ways:
+            count = len(self.ways[0].changes)
+            changes = "1 change" if count == 1 else f"{count} changes"
+            fitting = "one policy does" if len(self.ways) == 1 else f"{len(self.ways)} policies do"
+            shown = f", of which {_SHOWN} are shown" if len(self.ways) > _SHOWN else ""
+            start = "does not fit" if self.fits is False else "is not known to fit"
+            return f"{where}: {start}; with {changes} {fitting}{shown}, fewest bytes sent first"
+        return f"{where}: {self.nearest or 'does not fit, and there is nothing to change'}"
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each of the first policies that fit."""
+        rows = [
+            (", ".join(way.changes), human_bytes(way.peak), human_bytes(way.sent), *map(str, way.batches))
+            for way in self.ways[:_SHOWN]
+        ]
+        batches = (f"largest batch, {batch.runtime}" for batch in self.batches)
+        return [("changes", "peak", "sent", *batches), *rows]
 
 
 def search(

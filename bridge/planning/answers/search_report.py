@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bridge.core.text import human_bytes
-from bridge.planning.answers.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest, Way
+from bridge.planning.answers.search import FewestDevices, Finding, Nearest
 from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
-SHOWN = 5
-"""Rows shown for policies that fit."""
 
 
 def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
@@ -23,69 +20,9 @@ def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
             row: Row = (finding.policy.source, str(finding.devices), batch.runtime)
             if several:
                 row += (str(finding.workload.microbatches), str(finding.workload.length))
-            rows.append((*row, _batch(batch), _devices(fewest)))
+            rows.append((*row, str(batch), str(fewest)))
     work = ("microbatches", "length") if several else ()
     return ("policy", "devices", "runtime", *work, "largest batch", "fewest devices"), rows
-
-
-def _batch(largest: LargestBatch) -> str:
-    if largest.batch is None:
-        return "unknown"
-    return f"{largest.batch} or more" if largest.batch else "none"
-
-
-def _devices(fewest: FewestDevices) -> str:
-    if fewest.devices is not None:
-        return f"{fewest.devices}" + ("" if fewest.not_below is None else f", perhaps {fewest.not_below}")
-    return f"> {MOST_DEVICES:,}" if fewest.not_below is None else f"unknown, >= {fewest.not_below}"
-
-
-def heading(finding: Finding) -> str:
-    """One sentence: whether the policy fits, and if not, which changes make it fit."""
-    where = f"{finding.policy.source} on {finding.devices} devices, {finding.work}"
-    if finding.fits:
-        return f"{where}: fits without changes"
-    if finding.ways:
-        count = len(finding.ways[0].changes)
-        changes = "1 change" if count == 1 else f"{count} changes"
-        shown = f", of which {SHOWN} are shown" if len(finding.ways) > SHOWN else ""
-        start = "does not fit" if finding.fits is False else "is not known to fit"
-        return f"{where}: {start}; with {changes} {_counted(finding.ways)}{shown}, fewest bytes sent first"
-    nearest = finding.nearest
-    if nearest is None:
-        return f"{where}: does not fit, and there is nothing to change"
-    lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
-    if nearest.bound == "lower" and not nearest.above:
-        return (
-            f"{where}: unknown, because the peak is incomplete; the fewest bytes at rest are {lowest}: run a step "
-            "and measure, or compile it with --target"
-        )
-    needed = ", ".join(f"{fewest.runtime} {_devices(fewest)}" for fewest in nearest.fewest)
-    fits = (
-        "fits; the fewest bytes at rest are"
-        if nearest.bound == "lower"
-        else "is known to fit; the lowest peak is"
-    )
-    return f"{where}: no set of changes {fits} {lowest}; sufficient numbers of devices: {needed}"
-
-
-def _counted(ways: Sequence[Way]) -> str:
-    return "one policy does" if len(ways) == 1 else f"{len(ways)} policies do"
-
-
-def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
-    """Headings, and a row for each of the first policies that fit."""
-    runtimes = [batch.runtime for batch in finding.batches]
-    rows: list[Row] = [
-        (
-            ", ".join(way.changes),
-            human_bytes(way.peak),
-            human_bytes(way.sent),
-            *(_batch(batch) for batch in way.batches),
-        )
-        for way in finding.ways[:SHOWN]
-    ]
-    return ("changes", "peak", "sent", *(f"largest batch, {runtime}" for runtime in runtimes)), rows
 
 
 def policy_file(finding: Finding, model: str) -> str | None:
@@ -109,7 +46,7 @@ def only_file(findings: Sequence[Finding], model: str) -> str:
         )
     text = policy_file(findings[0], model)
     if text is None:
-        raise PlanError(f"--save: {heading(findings[0])}")
+        raise PlanError(f"--save: {findings[0].summary()}")
     return text
 
 

@@ -64,23 +64,11 @@ class AtRest:
     host: int = 0
 
     def __add__(self, other: AtRest) -> AtRest:
-        return AtRest(
-            self.main_weights + other.main_weights,
-            self.moments + other.moments,
-            self.gradients + other.gradients,
-            self.compute_weights + other.compute_weights,
-            self.host + other.host,
-        )
+        return AtRest(**{part: getattr(self, part) + getattr(other, part) for part in (*KINDS, "host")})
 
     def times(self, count: int) -> AtRest:
         """The bytes of ``count`` equal units."""
-        return AtRest(
-            self.main_weights.times(count),
-            self.moments.times(count),
-            self.gradients.times(count),
-            self.compute_weights.times(count),
-            self.host * count,
-        )
+        return AtRest(**{kind: getattr(self, kind).times(count) for kind in KINDS}, host=self.host * count)
 
     @property
     def padding(self) -> int:

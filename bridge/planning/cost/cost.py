@@ -180,6 +180,13 @@ class CostPlan(Viewed):
         return (self.mesh.model_ranks > 1 or frozen) and self.peak.complete
 
     @property
+    def peak_in_words(self) -> str:
+        """The peak in decimal units; < before an upper bound, > before the bytes at rest if it is incomplete."""
+        if self.peak.complete:
+            return f"{'< ' if self.peak_is_upper_bound else ''}{human_bytes(self.peak.total)}"
+        return f"> {human_bytes(self.least)}"
+
+    @property
     def least(self) -> int:
         """Bytes that a device needs in any case: those at rest. Kernels and compilers choose how much more they use."""
         return self.at_rest.total
@@ -206,11 +213,10 @@ class CostPlan(Viewed):
 
     def summary(self) -> str:
         """What each device holds and sends, then the warnings, one per line."""
-        peak = human_bytes(self.peak.total) if self.peak.complete else f"above {human_bytes(self.least)}"
         sent = human_bytes(self.traffic.wire_bytes())
         line = (
             f"{self.model.name}, {self.policy}, {self.runtime}, {self.mesh.devices} devices: "
-            f"{human_bytes(self.at_rest.total)} at rest, peak {peak}, {sent} sent in a step"
+            f"{human_bytes(self.at_rest.total)} at rest, peak {self.peak_in_words}, {sent} sent in a step"
         )
         return "\n".join([line, *(f"warning: {text}" for text in self.warnings())])
 

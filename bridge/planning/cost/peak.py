@@ -49,12 +49,7 @@ JAX runs two programs, gradients and update, whose memory XLA assigns in advance
 * A recomputed layer's forward holds three arrays of its largest size: scores, exponentials and quotients are each made
   from the one before, and XLA reserves three places for such a chain.
 
-Without prefetch the peak was within -5 and +8 % of XLA's for the decoder and within -8 and +7 % for ``CausalLM`` as
-Llama, at lengths of 64 to 8192, with 1 and 4 microbatches, with and without recomputation, scanned and not, under three
-strategies (``tests/bench/bench_plan_peak.py``). For recomputed layers of Gemma 2, whose scores are capped, the peak was
-up to 17 % above XLA's. For Hugging Face's Llama in PyTorch, the planned peaks were within 3 % of the measured ones, but
-8 % below at 64 tokens, where gloo's own buffers weigh most. For the decoder they were within 3 % at 64 and 512 tokens,
-and 8 to 21 % below at 2048, where PyTorch's products allocate arrays of scores that a trace does not show.
+``docs/measured/memory.md`` compares planned peaks with measured ones.
 
 The plan for prefetch is what the runtimes permit: two units' weights and two units' gradients at once. XLA's scheduler
 may use less. On accelerators, ``jax_impl`` recomputes in backward the saved values that elementwise operations make

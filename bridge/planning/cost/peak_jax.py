@@ -139,7 +139,7 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int) -> I
                 "gathered_weights": _gathered(step, step.running, following, sizes),
                 "gradients": held,
                 "activations": saved_before(steps, index),
-                "segment": step.forward + (step.fixed if step.stack else 0),
+                "segment": step.needed.forward + (step.needed.fixed if step.stack else 0),
             },
         )
 
@@ -165,7 +165,9 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         whole = all(sizes[path].whole for path in running)
         # Without a barrier between forward and backward, XLA makes constants, and what the loss scatters, before they
         # are read.
-        early = (step.fixed_kept if step.stack else 0) if index < len(steps) - 1 else step.largest
+        early = (
+            (step.needed.fixed_saved if step.stack else 0) if index < len(steps) - 1 else step.needed.largest
+        )
         yield (
             f"backward of {step.title}",
             {
@@ -174,7 +176,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                 # Gradients of this segment take the place of what it saved.
                 "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
                 "activations": saved + (0 if step.stack else waiting),
-                "segment": step.backward + (early if whole else 0),
+                "segment": step.needed.backward + (early if whole else 0),
                 "compute_weights": weights,
             },
         )
@@ -184,7 +186,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         if index == len(steps) - 1 and not finished:
             # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
             # wait: the cotangent of the logits, and the logits if weights are whole and no barrier is in between.
-            waiting = step.largest * (1 + whole)
+            waiting = step.needed.largest * (1 + whole)
         if finished:
             yield (
                 f"reduction of {step.title}",
@@ -195,7 +197,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
                     + sum(made[path] for path in unfinished)
                     + sum(sizes[path].raw + sizes[path].buffer for path in finished),
                     "activations": saved,
-                    "segment": step.input,
+                    "segment": step.needed.input,
                     "compute_weights": weights
                     - sum(sizes[path].freed for path in finished if path not in [*looping, *unread]),
                 },

@@ -31,9 +31,8 @@ class Step:
 
     running: units that run with it: the units inside, then its owner and the enclosing units.
     inner: how many of these do not enclose the owner. reads: whether backward reads weights; for a table of vectors it
-    does not, because no gradient goes to its input. raw: unreduced gradients that its backward makes, by unit.
-    kept: bytes that it leaves for backward. fixed, fixed_kept, largest, early: see
-    ``SegmentBytes``.
+    does not, because no gradient goes to its input. needed: bytes of its activations, or of their recomputation. raw:
+    unreduced gradients that its backward makes, by unit.
     """
 
     path: str
@@ -41,14 +40,7 @@ class Step:
     running: tuple[str, ...]
     inner: int
     reads: bool
-    input: int
-    kept: int
-    forward: int
-    backward: int
-    fixed: int
-    fixed_kept: int
-    largest: int
-    early: int
+    needed: SegmentBytes
     raw: Mapping[str, int]
 
     @property
@@ -69,7 +61,9 @@ def saved_before(steps: Sequence[Step], index: int) -> int:
     """Activations of the earlier segments, and of all layers of the running loop."""
     stack = steps[index].stack
     return sum(
-        step.kept for other, step in enumerate(steps) if other < index or (stack and step.stack == stack)
+        step.needed.saved
+        for other, step in enumerate(steps)
+        if other < index or (stack and step.stack == stack)
     )
 
 
@@ -108,14 +102,7 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
             (*inside, *around),
             len(inside) + 1,
             stage.segment is None or needed.input > 0,
-            needed.input,
-            needed.saved,
-            needed.forward,
-            needed.backward,
-            needed.fixed,
-            needed.fixed_saved,
-            needed.largest,
-            needed.early,
+            needed,
             raw[path],
         )
 

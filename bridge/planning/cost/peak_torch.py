@@ -77,7 +77,7 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mom
                 "gathered_weights": _gathered(step, following, sizes),
                 "gradients": before,
                 "activations": saved_before(steps, index),
-                "segment": step.forward,
+                "segment": step.needed.forward,
             },
         )
 
@@ -89,18 +89,20 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         step = steps[index]
         following = steps[index - 1].running if index else ()
         done = [path for path, unit in sizes.items() if unit.raw and made[path] >= unit.raw]
-        gradients = sum(unit.done if path in done else unit.before for path, unit in sizes.items())
         before = Counter(made)
-        if step.early:
+        around = {
+            "gathered_weights": _gathered(step, following, sizes),
+            "gradients": sum(unit.done if path in done else unit.before for path, unit in sizes.items()),
+            "activations": saved_before(steps, index),
+        }
+        if step.needed.early:
             # The loss comes before the products that make gradients of parameters.
             yield (
                 f"loss of {step.title}",
                 {
-                    "gathered_weights": _gathered(step, following, sizes),
-                    "gradients": gradients,
+                    **around,
                     "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
-                    "activations": saved_before(steps, index),
-                    "segment": step.early,
+                    "segment": step.needed.early,
                 },
             )
         made.update(step.raw)
@@ -108,12 +110,10 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         yield (
             f"backward of {step.title}",
             {
-                "gathered_weights": _gathered(step, following, sizes),
-                "gradients": gradients,
+                **around,
                 "gradient_buffers": reducing
                 + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units),
-                "activations": saved_before(steps, index),
-                "segment": step.backward,
+                "segment": step.needed.backward,
             },
         )
         finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]

@@ -74,13 +74,6 @@ class CutModel:
 
     units: tuple[Unit, ...]
 
-    def kinds(self) -> dict[UnitKind, list[str]]:
-        """Each kind once, with the paths of its units."""
-        paths_by_kind: dict[UnitKind, list[str]] = {}
-        for unit in self.units:
-            paths_by_kind.setdefault(unit.kind, []).append(unit.path)
-        return paths_by_kind
-
 
 def cut(
     model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int], prefetch: int

@@ -77,8 +77,6 @@ class Segment(Protocol):
     @property
     def parts(self) -> Sequence[Segment]:
         """Modules inside that a policy may make units of, in the order of forward."""
-        ...
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """``compute``: name of the dtype of forward and backward."""
-        ...

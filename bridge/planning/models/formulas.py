@@ -9,12 +9,11 @@ of attention::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from bridge.core.dtype_names import BYTES
-from bridge.planning.models.activations import Segment, SegmentBytes
+from bridge.planning.models.activations import SegmentBytes
 
 _WIDE = 4
 """Bytes of an element of float32."""
@@ -49,11 +48,7 @@ class FormulaSegment:
     working_bytes: float = 0.0
     heads: int = 0
     after: float = 0.0
-
-    @property
-    def parts(self) -> tuple[Segment, ...]:
-        """None."""
-        return ()
+    parts = ()
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
@@ -84,11 +79,7 @@ class LossSegment:
     path: str
     hidden: int
     vocabulary: int
-
-    @property
-    def parts(self) -> tuple[Segment, ...]:
-        """None."""
-        return ()
+    parts = ()
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
@@ -121,11 +112,7 @@ class ResidualSegment:
     saved_bytes: float = 0.0
     arrays: tuple[float, float] = (0.0, 0.0)
     heads: int = 0
-
-    @property
-    def parts(self) -> Sequence[Segment]:
-        """None."""
-        return ()
+    parts = ()
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""

@@ -230,11 +230,8 @@ def _in_layer(path: str, stack: str, number: int) -> str:
 def _nnx_modules(model: Any) -> Iterator[str]:
     nnx, tree_model = framework("flax.nnx"), part("jax", "modules.tree_model")
     units = [(path, module) for path, module in nnx.iter_modules(model) if tree_model.may_be_unit(module)]
-    yield from (_dotted(path) for path, _ in sorted(units, key=lambda unit: _order(unit[0])))
-
-
-def _order(path: Sequence[Any]) -> list[tuple[bool, Any]]:
-    return [(isinstance(part, str), part) for part in path]
+    units.sort(key=lambda unit: [(isinstance(part, str), part) for part in unit[0]])
+    yield from (_dotted(path) for path, _ in units)
 
 
 def _dotted(path: Iterable[Any]) -> str:

@@ -546,7 +546,7 @@ def test_a_tensor_in_two_files_is_refused(shards: Path) -> None:
 )
 def test_an_index_that_is_no_json_object_is_refused(shards: Path, text: str) -> None:
     (shards / "model.safetensors.index.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=r"index\.json: (malformed|expected a)"):
+    with pytest.raises(CheckpointError, match=r"index\.json: expected (a|JSON)"):
         open_checkpoint(shards)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bridge.core.text import human_bytes
 from jax_impl import (
     call_unit,
     data_parallel_mesh,
@@ -49,6 +50,9 @@ def test_bytes_at_rest_equal_the_formula_on_every_device(strategy, devices):
             stored[str(shard.device)] += shard.data.nbytes
     assert {d.device: d.total for d in report.devices} == stored
     assert f"{report.devices[-1].total:,}" in str(report)
+    most = human_bytes(max(device.total for device in report.devices))
+    assert repr(report) == f"<MemoryReport: {devices} devices: at most {most} at rest on one>"
+    assert str(report) in report._repr_html_()
 
 
 def test_float64_main_weights_count_eight_bytes():

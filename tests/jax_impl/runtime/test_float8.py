@@ -34,6 +34,7 @@ from jax_impl import (
 from jax_impl.models import Decoder
 from jax_impl.runtime.groups import float8
 from jax_impl.runtime.groups.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors
+from tests.support.bridge import float8_reference
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
 GATHERS = ["mxfp8", "float8_e4m3fn"]
@@ -70,8 +71,8 @@ def quantized(values: Any, gather: str, stacked: bool = False) -> np.ndarray:
         return values
     rows = values.reshape(-1, values.shape[-1])
     if gather == "mxfp8":
-        return reference.dequantize_rows(*reference.quantize_rows(rows)).reshape(values.shape)
-    return reference.dequantize_tensor(*reference.quantize_tensor(rows)).reshape(values.shape)
+        return float8_reference.dequantize_rows(*float8_reference.quantize_rows(rows)).reshape(values.shape)
+    return float8_reference.dequantize_tensor(*float8_reference.quantize_tensor(rows)).reshape(values.shape)
 
 
 def shards_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
@@ -88,7 +89,8 @@ def pieces_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
     """mxfp8 of whole tensors, put where the layout has each shard's rows."""
     pieces = np.zeros((layout.num_shards, reference.piece_bytes(layout, "mxfp8")), np.uint8)
     whole = {
-        name: reference.quantize_rows(array.reshape(-1, array.shape[-1])) for name, array in values.items()
+        name: float8_reference.quantize_rows(array.reshape(-1, array.shape[-1]))
+        for name, array in values.items()
     }
     for rank in range(layout.num_shards):
         for part in reference.scale_parts(layout, rank):
@@ -119,7 +121,7 @@ def test_each_shards_bytes_are_those_of_whole_tensors(
     np.testing.assert_array_equal(np.stack(pieces), pieces_of(layout, values))
 
     amax = np.max([amax_of_tensors(layout, x, r) for x, r in zip(local, ranks, strict=True)], axis=0)
-    whole = {name: reference.quantize_tensor(array) for name, array in values.items()}
+    whole = {name: float8_reference.quantize_tensor(array) for name, array in values.items()}
     scales = np.asarray(float8.scales_of(jnp.asarray(amax)))
     assert scales.tolist() == [int(whole[name][1]) for name in shapes]
     payload = np.stack(
@@ -142,12 +144,12 @@ def test_bits_are_those_of_the_reference_for_all_exponents() -> None:
     spread[:, 0] = 1.75 * 2.0 ** random.integers(0, 4, 512)
     spread[::2, 0] = np.nextafter(np.float32(spread[::2, 0]), np.float32(99))
     blocks = np.concatenate([values[: values.size // 32 * 32].reshape(-1, 32), spread.astype(np.float32)])
-    payload, scales = reference.quantize_rows(blocks)
+    payload, scales = float8_reference.quantize_rows(blocks)
     own_scales = float8.scales_of(float8.magnitudes(jnp.asarray(blocks)).max(axis=1, keepdims=True))
     np.testing.assert_array_equal(own_scales, scales)
     np.testing.assert_array_equal(float8.encode(jnp.asarray(blocks), own_scales), payload)
     np.testing.assert_array_equal(
-        float8.decode(jnp.asarray(payload), own_scales), reference.dequantize_rows(payload, scales)
+        float8.decode(jnp.asarray(payload), own_scales), float8_reference.dequantize_rows(payload, scales)
     )
 
 

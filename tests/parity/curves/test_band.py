@@ -28,7 +28,7 @@ def alarms(noise_name: str, a: int, b: int) -> int:
     count = 0
     for _ in range(50):
         runs = noise(noise_name, a + b, random)
-        count += seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW).p <= 0.05
+        count += seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW).noise.p <= 0.05
     return count
 
 
@@ -65,9 +65,9 @@ def test_p_is_below_alpha_exactly_if_a_stretch_leaves_the_band(a: int, b: int) -
         runs = noise("white", a + b, random)
         runs[a:, 90:] += size
         band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
-        beyond = band.ratio > band.critical
+        beyond = band.ratio > band.noise.critical
         stretch = max(map(len, "".join("x" if outside else " " for outside in beyond).split()), default=0)
-        assert (stretch >= WINDOW) == (band.p <= 0.05)
+        assert (stretch >= WINDOW) == (band.noise.p <= 0.05)
         seen.add(stretch >= WINDOW)
     assert seen == {True, False}
 
@@ -81,8 +81,8 @@ def test_running_medians_keep_a_jump_and_forget_a_stray_point() -> None:
 
 def test_runs_without_any_spread_allow_no_difference() -> None:
     same = np.ones((2, 50))
-    assert seed_band(same, same, alpha=0.05, window=5).p == 1
-    assert seed_band(same, same + 1e-9, alpha=0.05, window=5).p == 0
+    assert seed_band(same, same, alpha=0.05, window=5).noise.p == 1
+    assert seed_band(same, same + 1e-9, alpha=0.05, window=5).noise.p == 0
 
 
 def test_student_t_agrees_with_tables() -> None:
@@ -108,7 +108,7 @@ def test_twenty_labelings_and_more_are_dealt_fewer_are_not() -> None:
     ]:
         runs = noise("white", a + b, random)
         band = seed_band(runs[:a], runs[a:], alpha=0.05, window=WINDOW)
-        assert (band.method, band.tests) == (method, tests)
+        assert (band.noise.method, band.noise.tests) == (method, tests)
 
 
 def test_many_labelings_are_drawn_the_same_every_time_and_each_once() -> None:
@@ -131,7 +131,7 @@ def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
     free = {}
     for noise_name in ("white", "offset", "late"):
         runs = noise(noise_name, 6, random)
-        free[noise_name] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).dof
+        free[noise_name] = seed_band(runs[:3], runs[3:], alpha=0.05, window=WINDOW).noise.dof
     assert free["white"] > 15
     assert 4 <= free["offset"] < 7
     assert 4 <= free["late"] < 7

@@ -14,7 +14,7 @@ from flax import nnx
 
 from bridge.core.mapping import load_mapping, parse_mapping
 from bridge.parity.compare.parity import parity
-from bridge.parity.report_page.report import ParityReport
+from bridge.parity.report_page.report import ParityReport, Revealed
 from jax_impl.models.decoder import Decoder as JaxDecoder
 from jax_impl.models.decoder import DecoderConfig as JaxConfig
 from tests.support.parity.pair_tools import compare_pair, tokens
@@ -201,3 +201,42 @@ def test_an_update_is_the_change_of_the_weights() -> None:
     rows = report.stage("update")
     assert len(rows) == 2
     assert all(0.05 < row.error < 0.15 for row in rows), rows
+
+
+class TorchPooled(torch.nn.Module):
+    """A linear layer whose last features a mask hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Masked()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x, keep=torch.arange(WIDTH) < 3)
+
+
+class Masked(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Any, keep: Any) -> Any:
+        return super().forward(x) * keep
+
+
+def test_a_mask_that_only_torch_gets_is_named() -> None:
+    report = parity(
+        TorchPooled(),
+        Jax(lambda inner, x: inner(x)),
+        BATCH,
+        mapping=parse_mapping(LINEAR, "one"),
+        weights="torch",
+        steps=1,
+    )
+    assert "torch's inputs keep have no twin: they may be the cause" in report.summary()
+    assert report.table()[1][-1] == report.first_divergence.note  # type: ignore[union-attr]
+
+
+def test_remarks_say_how_many_hidden_faults_they_leave_out() -> None:
+    report = both(lambda inner, x: inner(x), lambda inner, x: inner(x))
+    faults = tuple(Revealed(f"fault {number}", "inner", False, 0.0) for number in range(11))
+    *_, last = dataclasses.replace(report, revealed=faults).remarks()
+    assert last == "  not shown: ... and 3 more; the report lists all"

@@ -16,7 +16,7 @@ import pytest
 
 from bridge.parity.partners.rows import STAGES, row_of
 from bridge.parity.recorded.distance import FACTOR
-from bridge.parity.report_page.html import TITLES, page, write_html
+from bridge.parity.report_page.html import page, write_html
 from bridge.parity.report_page.markup import shade
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.report_page.tree import tree_of
@@ -199,7 +199,7 @@ def test_a_row_of_every_stage_is_on_the_page() -> None:
     report = llama(2)
     rows = [dataclasses.replace(report.rows[0], stage=stage) for stage in STAGES]
     text = html.unescape(page(dataclasses.replace(report, rows=rows)))
-    assert [stage for stage in STAGES if f"<summary>{TITLES[stage]}: 1 row" not in text] == []
+    assert len(set(re.findall(r"<summary>(.+): 1 row", text))) == len(STAGES)
 
 
 def test_first_divergence_is_marked_once() -> None:

@@ -88,7 +88,7 @@ require_space = conversion.require_space
 
 
 def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
-    """Too little space from the start, and space that vanishes: fresh, over an old checkpoint, resumed."""
+    """Too little space from the start, and space that vanishes: in a new, a replacing and a resumed conversion."""
     old, new, target = outside / "old", outside / "new", mount / "out"
     outcomes: dict[str, Any] = {"new": digest(new)}
 

@@ -29,6 +29,7 @@ _CONFIG = {
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _KEY_HEADS,
     "vocab_size": _VOCABULARY,
+    "rms_norm_eps": 1e-5,
 }
 _TRANSPOSED = "model.layers.1.self_attn.o_proj.weight"
 

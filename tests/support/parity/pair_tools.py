@@ -30,8 +30,8 @@ EMBEDDINGS = ("embed", "wte", "wpe", "shared", "cls_token", "relative")
 class Pair:
     """One model in PyTorch and in JAX, with the same weights.
 
-    ``axes``: sizes that the mapping needs. ``batch``: for both models; int tokens ``[B, T + 1]`` for ``"next_token"``,
-    where a model gets the first T, otherwise the only argument of both models. ``loss``: ``"next_token"`` is the mean
+    ``axes``: sizes that the mapping needs. ``batch``: the only argument of both models. For ``"next_token"`` it is int
+    tokens ``[B, T + 1]``, of which a model gets the first T. ``loss``: ``"next_token"`` is the mean
     cross entropy of the next tokens, ``"probe"`` any smooth function of the output.
     """
 

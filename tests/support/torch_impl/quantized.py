@@ -14,6 +14,7 @@ from torch import nn
 import torch_impl
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.policy import float8
+from tests.support.bridge import float8_reference
 
 GATHERS = ["mxfp8", "float8_e4m3fn"]
 # An expert stack with odd rows and widths, a matrix of whole blocks, one that ends within a block, a single column.
@@ -51,7 +52,9 @@ class Wide(nn.Module):
 def bytes_of(values: torch.Tensor, gather: str) -> tuple[np.ndarray, np.ndarray]:
     """Payload and row scales of a whole tensor."""
     rows = values.detach().float().reshape(-1, values.shape[-1]).numpy()
-    return float8.quantize_rows(rows) if gather == "mxfp8" else float8.quantize_tensor(rows)
+    return (
+        float8_reference.quantize_rows(rows) if gather == "mxfp8" else float8_reference.quantize_tensor(rows)
+    )
 
 
 def quantized(values: torch.Tensor, gather: str) -> torch.Tensor:
@@ -59,7 +62,7 @@ def quantized(values: torch.Tensor, gather: str) -> torch.Tensor:
     if not float8.is_quantized(values.shape):
         return values.detach().float()
     payload, scales = bytes_of(values, gather)
-    restore = float8.dequantize_rows if gather == "mxfp8" else float8.dequantize_tensor
+    restore = float8_reference.dequantize_rows if gather == "mxfp8" else float8_reference.dequantize_tensor
     return torch.from_numpy(restore(payload, scales)).view(values.shape)
 
 

@@ -98,7 +98,7 @@ def rank_inputs() -> list[torch.Tensor]:
 def assert_same_gradients(
     model: nn.Module, reference: nn.Module, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:
-    """Treats missing gradients as zeros, because a group does the same."""
+    """Missing gradients count as zeros, as in a group."""
     expected = dict(reference.named_parameters())
     for name, param in model.named_parameters():
         want = expected[name].grad

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import torch_impl
+from bridge.core.text import human_bytes
 from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, batch, local_loss, mse, sharded_toy
 from torch_impl.comm.streams import CpuStreams, Step
@@ -194,6 +195,8 @@ def test_a_memory_report_tells_the_host_from_the_device() -> None:
     assert other.on_host == HostMemory(moments=8 * own)
     assert mine.host == 4 * shards + gradients + 8 * own
     assert f"in host memory      {mine.host:>16,} B" in str(mine)
+    device, host = human_bytes(mine.total), human_bytes(mine.host)
+    assert repr(mine) == f"<MemoryReport: {device} on this rank's device, and {host} in host memory>"
     assert "in host memory" not in str(plain.memory_report())
 
 

@@ -131,7 +131,9 @@ class QuantizedGather:
         mesh, axes = self._levels.mesh, range(self._strategy.optimizer)
         groups = [(lane_of(axis), mesh.groups[axis]) for axis in axes if mesh.sizes[axis] > 1]
         groups += [("gather", group) for group in self._other_groups]
-        steps: list[Step] = [(lane, partial(_maximum, amax, group)) for lane, group in groups]
+        steps: list[Step] = [
+            (lane, partial(collectives.all_reduce, amax, group, dist.ReduceOp.MAX)) for lane, group in groups
+        ]
         return [
             *first,
             *steps,
@@ -243,10 +245,6 @@ def _groups_of(tensor_parallel: Sequence[TensorParallel | None]) -> list[dist.Pr
     return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 
-def _maximum(amax: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Work | None:
-    return collectives.all_reduce(amax, group, dist.ReduceOp.MAX, async_op)
-
-
 def _to_payload(chunk: _Chunk, scaled: torch.Tensor) -> None:
     # The cast of some devices and versions of torch turns too large values into NaN.
     chunk.payload.copy_(scaled.clamp_(-_LARGEST, _LARGEST))
@@ -289,8 +287,7 @@ def _multiply_blocks(rows: torch.Tensor, powers: torch.Tensor) -> None:
 
 
 def scales_of(amax: torch.Tensor, power_of_largest: int = 8) -> torch.Tensor:
-    """See ``bridge.core.sharding.policy.float8.scales_of``; for any format whose largest number is
-    1.75 times a power of two."""
+    """E8M0 bytes, exponent + 127, for magnitudes: for formats whose largest number is 1.75 times a power of two."""
     exponents = amax.view(torch.int32).add(0x1FFFFF).bitwise_right_shift_(23).sub_(power_of_largest)
     return exponents.clamp_min_(0).to(torch.uint8)
 

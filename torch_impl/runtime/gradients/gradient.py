@@ -251,8 +251,8 @@ class GroupGradient:
         values = self._complete(keep=False).to(self._group_spec.dtypes.reduce)
         if self._group_spec.divides_first and not self._divided:
             values = values / self._group_spec.divisor.value
-        # Otherwise the buffer is in use until the reduction is finished.
-        # A cast has copied the values, so the buffer is free before the collective begins.
+        # A cast has copied the values, so the buffer is free before the collective begins. Otherwise it is in use until
+        # the reduction is finished.
         if values is not self._whole:
             self._memory.release()
         used = self._used

@@ -291,7 +291,6 @@ class GroupReduction:
         spec = self._group_spec
         if not spec.divides_first and spec.divisor.value != 1:
             # In the wider of both dtypes, so that a narrow gradient is rounded once.
-            # In the wider of both dtypes, so that a narrow gradient is rounded once.
             sums = sums.to(torch.promote_types(sums.dtype, spec.dtypes.grad))
             sums /= spec.divisor.value
         reduced = sums.to(spec.dtypes.grad)

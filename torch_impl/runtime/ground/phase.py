@@ -12,46 +12,13 @@
 KEPT shows compute weights as attributes of modules, and main weights in ``parameters()``.
 
 No order is required: a unit may run forward several times before its backward, run backward twice,
-never run, run forward inside its own backward, or be left unfinished by an exception. The table
-lists the transition of each event. It refuses transitions that would free weights under a reader or
-leave weights that nobody frees. "same" means that the phase does not change.
-
-    event              from                                        to         when
-    UNSHARD            REST, UNSHARDED, KEPT                       UNSHARDED  called by the program
-    UNSHARD            REST                                        BACKWARD   a backward of the unit has not ended
-    UNSHARD            FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD    same       the weights are already gathered
-    RESHARD            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD REST       called by the program
-    RESHARD            FORWARD, RECOMPUTE                          same       the forward continues at its own risk
-    STATE_DICT         REST, UNSHARDED, KEPT, BACKWARD             REST       state dicts show main weights
-    STATE_DICT         FORWARD, RECOMPUTE, RECOMPUTED              same       the compute weights are still needed
-    FORWARD_BEGINS     any                                         FORWARD    also in a backward, without gradients
-    RECOMPUTE_BEGINS   any                                         RECOMPUTE  in a backward, with gradients
-    FORWARD_ENDS       FORWARD, RECOMPUTE                          same       an outer call of the module continues
-    FORWARD_ENDS       FORWARD                                     REST       the last open call
-    FORWARD_ENDS       FORWARD                                     KEPT       the last open call, without resharding
-    FORWARD_ENDS       RECOMPUTE                                   RECOMPUTED the last open call
-    FORWARD_ENDS       FORWARD, RECOMPUTE                          BACKWARD   a backward of the unit has not ended
-    FORWARD_RAISES     FORWARD, RECOMPUTE                          FORWARD    an outer call of the module continues
-    FORWARD_RAISES     any but REST                                REST       the last open call
-    FORWARD_RAISES     FORWARD, RECOMPUTE, BACKWARD                BACKWARD   a backward of the unit has not ended
-    JOINS_BACKWARD     UNSHARDED, RECOMPUTED, BACKWARD             BACKWARD   the first sign of a backward
-    JOINS_BACKWARD     REST, KEPT, FORWARD, RECOMPUTE              same       gradients alone need no weights
-    BACKWARD_BEGINS    REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD BACKWARD   gradients reach an output
-    BACKWARD_BEGINS    FORWARD, RECOMPUTE                          same       a forward runs a backward inside
-    INPUTS_DONE        REST, BACKWARD                              REST       the inputs have their gradients
-    INPUTS_DONE        FORWARD, RECOMPUTE                          same       a forward reads the weights
-    BACKWARD_ENDS      REST, UNSHARDED, RECOMPUTED, BACKWARD       REST       the last backward of the unit
-    BACKWARD_ENDS      KEPT                                        same       gradients came, but to no output
-    BACKWARD_ENDS      FORWARD, RECOMPUTE                          same       a forward reads the weights
-    NOT_FOLLOWED       RECOMPUTED                                  REST       all backwards ended without this unit
-    PASS_ENDS          KEPT                                        REST       all backwards ended, without this unit
-    ABANDON            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD REST       a backward raised
-    ABANDON            FORWARD, RECOMPUTE                          same       a forward reads the weights
+never run, run forward inside its own backward, or be left unfinished by an exception. ``TABLE``
+has the legal transitions of each event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from enum import Enum, auto
 
 
@@ -86,52 +53,65 @@ class Event(Enum):
     ABANDON = auto()
 
 
+# It refuses transitions that would free weights under a reader, or leave weights that nobody frees. "same" means that
+# the phase does not change. Begins are legal in any phase, since no order is required; ends only after something has
+# begun. While a forward of the module runs, every other event must leave it its weights.
+TABLE = """
+    event              from                                         to          when
+    UNSHARD            REST, UNSHARDED, KEPT                        UNSHARDED   called by the program
+    UNSHARD            REST                                         BACKWARD    a backward of the unit has not ended
+    UNSHARD            FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD     same        the weights are already gathered
+    RESHARD            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD  REST        called by the program
+    RESHARD            FORWARD, RECOMPUTE                           same        the forward continues at its own risk
+    STATE_DICT         REST, UNSHARDED, KEPT, BACKWARD              REST        state dicts show main weights
+    STATE_DICT         FORWARD, RECOMPUTE, RECOMPUTED               same        the compute weights are still needed
+    FORWARD_BEGINS     any                                          FORWARD     also in a backward, without gradients
+    RECOMPUTE_BEGINS   any                                          RECOMPUTE   in a backward, with gradients
+    FORWARD_ENDS       FORWARD, RECOMPUTE                           same        an outer call of the module continues
+    FORWARD_ENDS       FORWARD                                      REST        the last open call
+    FORWARD_ENDS       FORWARD                                      KEPT        the last open call, without resharding
+    FORWARD_ENDS       RECOMPUTE                                    RECOMPUTED  the last open call
+    FORWARD_ENDS       FORWARD, RECOMPUTE                           BACKWARD    a backward of the unit has not ended
+    FORWARD_RAISES     FORWARD, RECOMPUTE                           FORWARD     an outer call of the module continues
+    FORWARD_RAISES     any but REST                                 REST        the last open call
+    FORWARD_RAISES     FORWARD, RECOMPUTE, BACKWARD                 BACKWARD    a backward of the unit has not ended
+    JOINS_BACKWARD     UNSHARDED, RECOMPUTED, BACKWARD              BACKWARD    the first sign of a backward
+    JOINS_BACKWARD     REST, KEPT, FORWARD, RECOMPUTE               same        gradients alone need no weights
+    BACKWARD_BEGINS    REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD  BACKWARD    gradients reach an output
+    BACKWARD_BEGINS    FORWARD, RECOMPUTE                           same        a forward runs a backward inside
+    INPUTS_DONE        REST, BACKWARD                               REST        the inputs have their gradients
+    INPUTS_DONE        FORWARD, RECOMPUTE                           same        a forward reads the weights
+    BACKWARD_ENDS      REST, UNSHARDED, RECOMPUTED, BACKWARD        REST        the last backward of the unit
+    BACKWARD_ENDS      KEPT                                         same        gradients came, but to no output
+    BACKWARD_ENDS      FORWARD, RECOMPUTE                           same        a forward reads the weights
+    NOT_FOLLOWED       RECOMPUTED                                   REST        all backwards ended without this unit
+    PASS_ENDS          KEPT                                         REST        all backwards ended, without this unit
+    ABANDON            REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD  REST        a backward raised
+    ABANDON            FORWARD, RECOMPUTE                           same        a forward reads the weights
+"""
 # Pairs of the phases before and after.
 Transitions = frozenset[tuple[Phase, Phase]]
 
-REST, UNSHARDED, KEPT, FORWARD, RECOMPUTE, RECOMPUTED, BACKWARD = Phase
-# While a forward of the module runs, every other event must leave it its weights.
-_RUNNING = (FORWARD, RECOMPUTE)
-_IDLE = (REST, UNSHARDED, KEPT, RECOMPUTED, BACKWARD)
+
+def transitions_of(row: str) -> tuple[Event, Transitions]:
+    """A row of ``TABLE``: its event, and the transitions that it allows."""
+    event, before, after, _ = re.split(" {2,}", row.strip())
+    left_out = before.removeprefix("any but ")
+    phases = (
+        [phase for phase in Phase if phase.name != left_out]
+        if before.startswith("any")
+        else [Phase[name] for name in before.split(", ")]
+    )
+    return Event[event], frozenset((phase, phase if after == "same" else Phase[after]) for phase in phases)
 
 
-def _to(phase: Phase, *sources: Phase) -> Transitions:
-    return frozenset((source, phase) for source in sources)
-
-
-def _same(phases: Iterable[Phase]) -> Transitions:
-    return frozenset((phase, phase) for phase in phases)
-
-
-# Begins are legal in any phase, since no order is required; ends only after something has begun.
-LEGAL: dict[Event, Transitions] = {
-    Event.UNSHARD: _to(UNSHARDED, REST, UNSHARDED, KEPT)
-    | _to(BACKWARD, REST)
-    | _same((*_RUNNING, RECOMPUTED, BACKWARD)),
-    Event.RESHARD: _to(REST, *_IDLE) | _same(_RUNNING),
-    Event.STATE_DICT: _to(REST, REST, UNSHARDED, KEPT, BACKWARD) | _same((*_RUNNING, RECOMPUTED)),
-    Event.FORWARD_BEGINS: _to(FORWARD, *Phase),
-    Event.RECOMPUTE_BEGINS: _to(RECOMPUTE, *Phase),
-    Event.FORWARD_ENDS: _same(_RUNNING)
-    | _to(REST, FORWARD)
-    | _to(KEPT, FORWARD)
-    | _to(RECOMPUTED, RECOMPUTE)
-    | _to(BACKWARD, *_RUNNING),
-    Event.FORWARD_RAISES: _to(FORWARD, *_RUNNING)
-    | _to(REST, *(phase for phase in Phase if phase is not REST))
-    | _to(BACKWARD, BACKWARD, *_RUNNING),
-    Event.JOINS_BACKWARD: _to(BACKWARD, UNSHARDED, RECOMPUTED, BACKWARD) | _same((REST, KEPT, *_RUNNING)),
-    Event.BACKWARD_BEGINS: _to(BACKWARD, *_IDLE) | _same(_RUNNING),
-    Event.INPUTS_DONE: _to(REST, REST, BACKWARD) | _same(_RUNNING),
-    Event.BACKWARD_ENDS: _to(REST, REST, UNSHARDED, RECOMPUTED, BACKWARD) | _same((KEPT, *_RUNNING)),
-    Event.NOT_FOLLOWED: _to(REST, RECOMPUTED),
-    Event.PASS_ENDS: _to(REST, KEPT),
-    Event.ABANDON: _to(REST, *_IDLE) | _same(_RUNNING),
-}
+LEGAL: dict[Event, Transitions] = dict.fromkeys(Event, frozenset())
+for _event, _allowed in map(transitions_of, TABLE.strip().splitlines()[1:]):
+    LEGAL[_event] |= _allowed
 
 
 # Phases in which a program may read compute weights without a call of the runtime.
-READS_WEIGHTS = frozenset({UNSHARDED, KEPT, *_RUNNING})
+READS_WEIGHTS = frozenset({Phase.UNSHARDED, Phase.KEPT, Phase.FORWARD, Phase.RECOMPUTE})
 
 
 def refuse_transition(event: Event, before: Phase, after: Phase) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bridge.core.text import human_bytes
+from bridge.core.views import Viewed
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.runtime.unit.group import ParameterGroup
 
@@ -26,8 +28,8 @@ class HostMemory:
         return self.main_weights + self.gradients + self.moments
 
 
-@dataclass(frozen=True)
-class MemoryReport:
+@dataclass(frozen=True, repr=False)
+class MemoryReport(Viewed):
     """Bytes on this rank's device. ``padding``: the part of ``main_weights`` without parameters.
 
     With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in
@@ -52,6 +54,11 @@ class MemoryReport:
     @property
     def host(self) -> int:
         return self.on_host.total
+
+    def summary(self) -> str:
+        """One line."""
+        host = f", and {human_bytes(self.host)} in host memory" if self.host else ""
+        return f"{human_bytes(self.total)} on this rank's device{host}"
 
     def __str__(self) -> str:
         rows = {

@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Never
 
 import numpy as np
 from isal import isal_zlib
@@ -35,17 +35,19 @@ from bridge.core.formats.dcp.pickle_records import (
 )
 from bridge.core.formats.dcp.plain_values import plain_from_pickle
 from bridge.core.formats.reading.source_files import FileView, SourceFiles
+from bridge.core.formats.reading.zip_directory import (
+    END,
+    END64,
+    END64_LOCATOR,
+    ENTRY,
+    LOCAL,
+    MAX32,
+    wide_values,
+)
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 
-END = struct.Struct("<4s4H2LH")
-END64_LOCATOR = struct.Struct("<4sLQL")
-END64 = struct.Struct("<4sQ2H2L4Q")
-ENTRY = struct.Struct("<4s6H3L5H2L")
-LOCAL = struct.Struct("<4s5H3L2H")
-MAX32: Final = 0xFFFFFFFF
 _MAX_ENTRIES = 4096
 _AROUND: Final = 64 << 10
-ZIP64_FIELD = 1
 
 STORAGES: Mapping[str, str] = {
     "torch.DoubleStorage": "float64",
@@ -115,6 +117,9 @@ def records_and_places(
         if not holds:
             raise CheckpointError(f"{what}: expected an archive of torch.save, but {why}")
 
+    def damaged() -> Never:
+        raise CheckpointError(f"{what}: expected an archive of torch.save, but its directory is damaged")
+
     def at(position: int, layout: struct.Struct, magic: bytes, record_type: str) -> tuple[int, ...]:
         need(0 <= position <= length - layout.size, f"its {record_type} is outside the file")
         fields = file.unpack(layout, offset + position)
@@ -140,9 +145,11 @@ def records_and_places(
         position += ENTRY.size + name_length + extra_length + comment_length
         need(position <= length, "its directory is damaged")
         raw_name = file[start : start + name_length]
-        stored, size, local = _zip64_fields(
-            file[start + name_length : start + name_length + extra_length], [size, stored, local], what
-        )
+        extra = file[start + name_length : start + name_length + extra_length]
+        if MAX32 in (size, stored, local):
+            size, stored, local = wide_values([size, stored, local], extra, damaged)
+        if MAX32 in (size, stored, local):
+            damaged()
         need(method == 0 and not flags & 1 and stored == size, "a record is compressed or encrypted")
         header = at(local, LOCAL, b"PK\3\4", "record header")
         data = local + LOCAL.size + header[-2] + header[-1]
@@ -161,24 +168,6 @@ def checked_crc(crc: int, size: int) -> int | None:
     """A record's checksum, None if its writer computed none."""
     # torch.save can be told to skip checksums, and then writes 0.
     return crc if crc or not size else None
-
-
-def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int, int]:
-    """The values [size, stored, local] as (stored, size, local), those above 32 bits taken from the extra field."""
-    while len(extra) >= 4:
-        field_id, size = struct.unpack_from("<2H", extra)
-        if field_id == ZIP64_FIELD:
-            wide = [i for i, value in enumerate(values) if value == MAX32]
-            if size < 8 * len(wide) or len(extra) < 4 + 8 * len(wide):
-                break
-            for position, index in enumerate(wide):
-                values[index] = struct.unpack_from("<Q", extra, 4 + 8 * position)[0]
-            break
-        extra = extra[4 + size :]
-    if MAX32 in values:
-        raise CheckpointError(f"{what}: expected an archive of torch.save, but its directory is damaged")
-    size, stored, local = values
-    return stored, size, local
 
 
 def around(offset: int, length: int) -> tuple[tuple[int, int], ...]:

@@ -19,21 +19,18 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.core.formats.dcp.archive import (
+from bridge.core.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, STORAGES, UNTYPED
+from bridge.core.formats.dcp.pickle_records import PLAIN_VALUES, Call, Name, Persistent
+from bridge.core.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.reading.zip_directory import (
     END,
     END64,
     END64_LOCATOR,
     ENTRY,
     LOCAL,
     MAX32,
-    REBUILD,
-    REBUILD_UNTYPED,
-    STORAGES,
-    UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.core.formats.dcp.pickle_records import PLAIN_VALUES, Call, Name, Persistent
-from bridge.core.formats.dcp.pickle_writer import write_pickle
 from bridge.core.formats.tensors.base import CheckpointError, dtype_from_name, dtype_name
 from bridge.core.formats.tensors.plain import plain_value
 
@@ -72,11 +69,6 @@ def tensor_archive_frame(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -
     """How many bytes there are before and after the data."""
     before, _, after, _ = _template(dtype_name(dtype), sizes, offset % ALIGNMENT)
     return len(before), len(after)
-
-
-def data_start(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
-    """The byte of the file at which the data of the archive at `offset` begins."""
-    return offset + len(_template(dtype_name(dtype), sizes, offset % ALIGNMENT)[0])
 
 
 @lru_cache(maxsize=4096)

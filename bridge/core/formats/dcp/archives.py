@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from bridge.core.formats.dcp.archive import (
-    END,
-    END64,
-    END64_LOCATOR,
     PlacedRecord,
     Record,
     StoredTensor,
@@ -31,6 +28,7 @@ from bridge.core.formats.dcp.archive import (
 from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
 from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, FileView
+from bridge.core.formats.reading.zip_directory import END, END64, END64_LOCATOR
 from bridge.core.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER, StoredArray
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.wrapping import one_part

@@ -75,6 +75,8 @@ class DcpReader(ClosedAtEnd):
         self._verify = verify
         self._files = SourceFiles(self.path)
         self._metadata = self._read_metadata()
+        self.tensors: Mapping[str, TensorInfo] = self._metadata.tensors
+        self.object_paths: Mapping[str, TreePath] = self._metadata.object_paths
         self.unreadable: Mapping[str, str] = self._metadata.unreadable
         self._data_files = data_files_of(self.path, self._metadata, self._is_safetensors)
         self._verified: set[Extent] = set()
@@ -87,29 +89,12 @@ class DcpReader(ClosedAtEnd):
         self._lock = threading.Lock()
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by name, such as "model.layers.0.attention.wq.weight", in the order of the file."""
-        return self._metadata.tensors
-
-    @property
     def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors, by name; each is read when looked up.
-
-        CheckpointError from a look-up when the value is damaged or not made of None, bool, int, float, str, list,
-        tuple and dict.
-        """
+        """Values that are not tensors, by name, each read when looked up; see `CheckpointReader.objects`."""
         return ReadWhenAsked(self._metadata.objects, self._object)
 
-    @property
-    def object_paths(self) -> Mapping[str, TreePath]:
-        """The tree path of every object, by name."""
-        return self._metadata.object_paths
-
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor as a new C-contiguous array in the stored dtype.
-
-        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
-        """
+        """One block of a tensor; see `CheckpointReader.read`."""
         info = self.tensors[name]
         require_tensor(self, name)
         box = box_of(info, box)

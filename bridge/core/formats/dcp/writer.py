@@ -19,7 +19,6 @@ import numpy as np
 from isal import isal_zlib
 
 from bridge.core.formats.dcp.archive_writer import (
-    data_start,
     tensor_archive,
     tensor_archive_frame,
     tensor_archive_length,
@@ -215,7 +214,7 @@ class _Archives:
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         extent, box = self.extents[info.name][number], info.chunks[number]
-        start = data_start(info.dtype, box.sizes, extent.offset) - extent.offset
+        start, _ = tensor_archive_frame(info.dtype, box.sizes, extent.offset)
         elements = data[start : start + box.numel * info.dtype.itemsize]
         crc32 = self._crcs[extent.offset] = isal_zlib.crc32(elements)
         before, after = tensor_archive(info.dtype, box.sizes, extent.offset, crc32)

@@ -20,7 +20,6 @@ import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from bridge.core.formats.reading.regular_files import walk
@@ -66,9 +65,7 @@ class CommitOrAbort(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.abort()
         elif not self.ended:

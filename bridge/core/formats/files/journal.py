@@ -30,7 +30,7 @@ from bridge.core.formats.files.atomic import (
     temporaries_of,
 )
 from bridge.core.formats.files.part_files import PARTS_FOLDER
-from bridge.core.formats.stores.folder import StoreFolder
+from bridge.core.formats.stores.folder import StoreFolder, another_conversion
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import CheckpointError
 
@@ -117,15 +117,7 @@ def resume(path: Path, key: Key) -> Journal | None:
             differences.append((directory, noted))
     if differences:
         directory, noted = differences[-1]
-        parts = [
-            f"{name}: expected {key.get(name, 'nothing')}, found {noted.get(name, 'nothing')}"
-            for name in dict.fromkeys((*key, *noted))
-            if key.get(name) != noted.get(name)
-        ]
-        raise CheckpointError(
-            f"{directory} is unfinished, but belongs to another conversion ({'; '.join(parts)}): resume that "
-            "conversion with its own source and options, or start anew without resuming"
-        )
+        raise another_conversion(directory, key, noted)
     return None
 
 
@@ -161,12 +153,6 @@ def _writes_parts(directory: Path) -> bool:
         if not free:
             return True
     return False
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove everything that earlier attempts to write `path` left behind."""
-    for directory in abandoned(path):
-        remove(directory)
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -300,7 +286,8 @@ class WorkingDirectory(CommitOrAbort):
                 (self.path / JOURNAL_FILE).unlink(missing_ok=True)
             self.journal.close()
             self.journal = None
-            remove_abandoned(self.path)
+            for directory in abandoned(self.path):
+                remove(directory)
 
     def place_beside(self, name: str) -> None:
         """Put the file of this name next to the checkpoint, which is one file."""

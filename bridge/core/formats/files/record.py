@@ -136,7 +136,7 @@ class ChunkRecord:
                 reserved = sink.place(info, number)
                 if isinstance(reserved.file, UploadFile) and isinstance(self.path, UploadPath):
                     if reserved.file.holds(reserved.offset, reserved.length):
-                        sink.recall(info, number, self.path.folder.recalled[name, number])
+                        sink.recall(info, number, self.path.store.recalled[name, number])
                     else:
                         del crcs[number]
                     continue

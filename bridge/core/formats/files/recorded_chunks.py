@@ -36,10 +36,7 @@ class RecordedChunks(ABC):
         return self._record.position(name, box, self._sink)
 
     def chunks(self, name: str) -> tuple[Box, ...]:
-        """The boxes that `write` expects, in row-major order; none for a tensor without elements.
-
-        KeyError for an unknown name.
-        """
+        """The boxes that `write` expects; see `CheckpointWriter.chunks`."""
         return self._record.infos[name].chunks
 
     def stored(self, name: str) -> frozenset[Box]:
@@ -47,11 +44,7 @@ class RecordedChunks(ABC):
         return self._record.stored(name, self._sink)
 
     def write(self, name: str, box: Box, array: Elements, *, crc: int | None = None) -> None:
-        """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
-
-        KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before;
-        OSError when the disk fails.
-        """
+        """Store one of `chunks(name)`; see `CheckpointWriter.write`. Also KeyError, and OSError from the disk."""
         self._require_open()
         self._record.write(name, box, array, self._sink, crc=crc)
 
@@ -71,24 +64,14 @@ class RecordedChunks(ABC):
             raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
 
 
-class FlatWriter(RecordedChunks, CommitOrAbort):
-    """A writer whose names join a tree path by ".", and whose checkpoint appears by one rename."""
+class AtomicWriter(RecordedChunks, CommitOrAbort):
+    """A writer whose checkpoint appears by one rename."""
 
     _directory: WorkingDirectory | StoreFolder
-    _alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo]
-
-    @abstractmethod
-    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
-        """Store a value that is not a tensor."""
 
     @abstractmethod
     def _finish(self) -> None:
         """Write everything that follows the last chunk."""
-
-    def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
-        if kinds:
-            self.add_object(LEAVES, dict(kinds))
 
     @collection_paused()
     def commit(self) -> None:
@@ -115,6 +98,21 @@ class FlatWriter(RecordedChunks, CommitOrAbort):
     @property
     def ended(self) -> bool:
         return self._directory.ended
+
+
+class FlatWriter(AtomicWriter):
+    """An atomic writer whose names join a tree path by "."."""
+
+    _alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo]
+
+    @abstractmethod
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Store a value that is not a tensor."""
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
+        if kinds:
+            self.add_object(LEAVES, dict(kinds))
 
     def _info(
         self,

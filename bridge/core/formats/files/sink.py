@@ -49,6 +49,8 @@ class Sink(Protocol):
 
     def remembered(self, info: TensorInfo, number: int) -> int:
         """Facts that the sink learned from a chunk's elements, and needs for a chunk that is in a store already."""
+        return 0
 
     def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
         """Take over the facts that an earlier attempt's sink remembered."""
+        return

@@ -37,11 +37,11 @@ def find_item(path: Path) -> Path:
         )
     if (path / TREE_FILE).is_file():
         return path
-    below = _subdirectories(path)
+    below = _directories(path)
     items = {
         child: item
         for child in below
-        for item in [child, *_subdirectories(child)]
+        for item in [child, *_directories(child)]
         if (item / TREE_FILE).is_file()
     }
     if not items:
@@ -56,17 +56,13 @@ def items_beside(path: Path, item: Path) -> list[str]:
     """Names of the other items in the step of `item`, such as JSON; none if `path` is the item itself."""
     if item == path:
         return []
-    return [child.name for child in _subdirectories(item.parent) if child != item and any(child.iterdir())]
+    return [child.name for child in _directories(item.parent) if child != item and any(child.iterdir())]
 
 
 def is_committed(path: Path, item: Path) -> bool:
     """Whether any directory from `item` up to `path` contains the file that Orbax writes last."""
     levels = [item, *(parent for parent in item.parents if parent.is_relative_to(path))]
     return any((level / COMMIT_FILE).is_file() for level in levels)
-
-
-def _subdirectories(path: Path) -> list[Path]:
-    return sorted(child for child in path.iterdir() if child.is_dir() and not is_unfinished(child))
 
 
 def _which(path: Path, candidates: list[Path]) -> str:

@@ -38,6 +38,7 @@ from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
 from bridge.core.formats.reading.regular_files import small_file
 from bridge.core.formats.tensors.base import CheckpointError, TreePath
 from bridge.core.formats.tensors.leaves import EMPTY, SCALAR, STRING, is_unicode, key_implementation
+from bridge.core.text_files import parse_json
 
 HANDLERS: Final = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
@@ -268,12 +269,8 @@ def read_keys(item: Path) -> Mapping[str, str]:
     implementations: dict[str, str] = {}
     folder = item / _FOLDER
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        what = "array metadata"
-        try:
-            content = json.loads(small_file(folder, file.name, what))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: expected JSON, got something else: {error}") from error
-        implementations.update(_keys(content))
+        data = small_file(folder, file.name, "array metadata")
+        implementations.update(_keys(parse_json(data, str(file), CheckpointError, "JSON")))
     return implementations
 
 

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.formats.files.atomic import CommitOrAbort
 from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE, Manifest, object_checksum, render_manifest
 from bridge.core.formats.files.record import ChunkRecord
-from bridge.core.formats.files.recorded_chunks import RecordedChunks
-from bridge.core.formats.files.sink import Place
+from bridge.core.formats.files.recorded_chunks import AtomicWriter
+from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
@@ -55,7 +54,7 @@ class _Item:
     kinds: dict[TreePath, str] = field(default_factory=dict)
 
 
-class _Stores:
+class _Stores(Sink):
     """The chunks of all items; see `Sink`."""
 
     placed = True
@@ -82,17 +81,11 @@ class _Stores:
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         return self._of(info).decode(info, number, data)
 
-    def remembered(self, info: TensorInfo, number: int) -> int:
-        return self._of(info).remembered(info, number)
-
-    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
-        self._of(info).recall(info, number, remembered)
-
     def _of(self, info: TensorInfo) -> ChunkStore:
         return self._items[str(info.path[0])].store
 
 
-class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
+class OrbaxItemsWriter(AtomicWriter):
     """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
 
     CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item has a manifest.
@@ -115,7 +108,6 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self._claims = Claims(str(self.path))
         # As in `OrbaxWriter`: claims, record and store must agree on the order of declarations.
         self._lock = threading.Lock()
-        self._ended = False
         try:
             self._record = ChunkRecord(self.path, self._directory.journal)
             self._items = {name: self._new_item(name) for name in items}
@@ -123,10 +115,6 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         except BaseException:
             self._directory.abort()
             raise
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def add_tensor(
         self,
@@ -177,46 +165,23 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                     require_key_data(what, leaf_kind, layout.dtype, layout.shape)
                 item.kinds[path] = leaf_kind
 
-    def commit(self) -> None:
-        """Make the checkpoint appear under its name; on any error, leave nothing behind.
-
-        CheckpointError if a box was not written, or an item has no leaf.
-        """
-        try:
-            self._require_open()
-            self._record.require_complete()
-            for name, item in self._items.items():
-                if not item.layouts and not item.objects:
-                    raise CheckpointError(
-                        f"{self.path}: expected a leaf below {name!r} (--write-item), got none"
-                    )
-                with explain(f"{self.path}: cannot finish the array store of {name}"):
-                    item.directory.mkdir(exist_ok=True)
-                    item.store.finish(self._record.sync)
-                # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a
-                # chain.
-                implied = implied_kinds(
-                    ((name, *path) for path in item.layouts),
-                    {(name, *path): value for path, value in item.objects.items()},
-                )
-                kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
-                write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
-                mark_item(item.directory)
-                self._write_manifest(name, item)
-            write_step(self._directory.temporary, dict.fromkeys(self._items, HANDLERS["v0"]), self._started)
-            self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
-        self._ended = True
-        self._record.close()
-
-    def abort(self) -> None:
-        """Remove everything written. Does nothing after commit or abort."""
-        if not self._ended:
-            self._ended = True
-            self._record.close()
-        self._directory.abort()
+    def _finish(self) -> None:
+        for name, item in self._items.items():
+            if not item.layouts and not item.objects:
+                raise CheckpointError(f"{self.path}: expected a leaf below {name!r} (--write-item), got none")
+            with explain(f"{self.path}: cannot finish the array store of {name}"):
+                item.directory.mkdir(exist_ok=True)
+                item.store.finish(self._record.sync)
+            # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a chain.
+            implied = implied_kinds(
+                ((name, *path) for path in item.layouts),
+                {(name, *path): value for path, value in item.objects.items()},
+            )
+            kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
+            write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
+            mark_item(item.directory)
+            self._write_manifest(name, item)
+        write_step(self._directory.temporary, dict.fromkeys(self._items, HANDLERS["v0"]), self._started)
 
     def _new_item(self, name: str) -> _Item:
         directory = self._directory.temporary / name

@@ -11,17 +11,17 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge.core.formats.files.atomic import CommitOrAbort
 from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.files.part_files import Share
+from bridge.core.formats.files.recorded_chunks import AtomicWriter
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
 from bridge.core.formats.orbax.zarr.arrays import MANIFEST
 from bridge.core.formats.orbax.zarr.chunks import process_store
 from bridge.core.formats.tensors.base import CheckpointError
 
 
-class OrbaxShare(OrbaxPart, CommitOrAbort):
+class OrbaxShare(AtomicWriter, OrbaxPart):
     """One part of a checkpoint, a directory at `path` with the store of process `share.number`."""
 
     format = "orbax"
@@ -29,8 +29,13 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt, share: Share) -> None:
         self._directory = WorkingDirectory(path, attempt)
         try:
-            super().__init__(
-                self._directory.path, self._directory.temporary, share.number, self._directory.journal, share
+            OrbaxPart.__init__(
+                self,
+                self._directory.path,
+                self._directory.temporary,
+                share.number,
+                self._directory.journal,
+                share,
             )
         except BaseException:
             self._directory.abort()
@@ -42,23 +47,8 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Does nothing: the process that joins the parts notes them."""
 
-    def commit(self) -> None:
-        """Check that every chunk of the share was written, and make the part appear; on failure, leave nothing."""
-        try:
-            self._require_open()
-            self._record.require_complete()
-            self.finish()
-            self._record.close()
-            self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
-        self._ended = True
-
-    def abort(self) -> None:
-        """Remove everything written. Does nothing after commit or abort."""
-        super().abort()
-        self._directory.abort()
+    def _finish(self) -> None:
+        self.finish()
 
 
 class OrbaxJoin(OrbaxWriter):

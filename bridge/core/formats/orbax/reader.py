@@ -11,7 +11,6 @@ Chunks with a CRC-32C are verified: raw chunks by `raw_chunks.py` when first tou
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,6 +64,7 @@ from bridge.core.formats.tensors.base import (
 )
 from bridge.core.formats.tensors.leaves import key_kind
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
+from bridge.core.text_files import parse_json
 
 _IN_FLIGHT = 64 << 20
 # tensorstore aborts the process if it gets no memory for data that it reads whole.
@@ -316,7 +316,7 @@ class OrbaxReader(ClosedAtEnd):
                 if (like := alike.get(value)) is not None:
                     layout = like.named(key)
                 else:
-                    data = _parse_json(value, f"{what}: {metadata}")
+                    data = parse_json(value, f"{what}: {metadata}", CheckpointError, "JSON")
                     layout = parse_array(key, data, zarr3=tree.use_zarr3, what=what, inner=inner)
                     # Whether inner chunks are read one by one depends on the number that earlier arrays have.
                     if not layout.num_inner:
@@ -385,11 +385,5 @@ class OrbaxReader(ClosedAtEnd):
         return find_strings(self._read_json(STRINGS_FILE), tree.strings, str(self._item / STRINGS_FILE))
 
     def _read_json(self, name: str) -> object:
-        return _parse_json(small_file(self._item, name, "the tree"), str(self._item / name))
-
-
-def _parse_json(data: bytes, what: str) -> object:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: expected JSON, got something else: {error}") from error
+        data = small_file(self._item, name, "the tree")
+        return parse_json(data, str(self._item / name), CheckpointError, "JSON")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
@@ -46,10 +46,13 @@ def is_plain_name(name: object) -> bool:
     )
 
 
-def regular_file(directory: Path, name: str, what: str, *, links: bool = False) -> tuple[Path, int]:
+def regular_file(
+    directory: Path, name: str, what: str, *, most: int | None = None, links: bool = False
+) -> tuple[Path, int]:
     """A file of a checkpoint's directory and its size in bytes.
 
-    CheckpointError, beginning with `what`, if it is missing, is not a regular file, or is a link out of the directory.
+    CheckpointError, beginning with `what`, if it is missing, is not a regular file, or is a link out of the directory;
+    and CheckpointError, beginning with its path, if it has more than `most` bytes.
     With `links`, all links are allowed. Links into stores whose files are named after their content (`_STORED`) are
     always allowed: no other file of the system has such a name.
     """
@@ -77,6 +80,8 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
         raise CheckpointError(
             f"{what} is stored in {file}, a link to {target}: expected a file in the checkpoint's directory"
         )
+    if most is not None and status.st_size > most:
+        raise CheckpointError(f"{file}: expected at most {most} bytes, got {status.st_size}")
     return file, status.st_size
 
 
@@ -84,15 +89,21 @@ def small_file(
     directory: Path, name: str, what: str, *, most: int = MAX_SMALL_FILE, links: bool = False
 ) -> bytes:
     """The content of a file that is read whole; see `regular_file`. CheckpointError for one above `most` bytes, too."""
-    file, size = regular_file(directory, name, what, links=links)
-    if size > most:
-        raise CheckpointError(f"{file}: expected at most {most} bytes, got {size}")
+    file, _ = regular_file(directory, name, what, most=most, links=links)
     try:
         data = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     require_content(data, file)
     return data
+
+
+def once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these entries, for JSON; ValueError for a key that is given twice."""
+    entries = dict(items)
+    if len(entries) != len(items):
+        raise ValueError("expected each key once, got one twice")
+    return entries
 
 
 def require_content(start: bytes, file: object) -> None:

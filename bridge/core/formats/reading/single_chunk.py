@@ -67,10 +67,7 @@ class SingleChunkReader(ClosedAtEnd):
         return MappingProxyType(self._object_paths)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor as a new C-contiguous array in the dtype of `tensors`.
-
-        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
-        """
+        """One block of a tensor, in the dtype of `tensors`; see `CheckpointReader.read`."""
         info = self._tensors[name]
         require_tensor(self, name)
         box = box_of(info, box)

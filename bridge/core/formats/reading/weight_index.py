@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from bridge.core.formats.reading.regular_files import is_plain_name, small_file
+from bridge.core.formats.reading.regular_files import is_plain_name, once_each, small_file
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
+from bridge.core.text_files import parse_json
 
 INDEX_END: Final = ".index.json"
 _MAX_INDEX: Final = 64 << 20
@@ -21,10 +21,7 @@ _MAX_INDEX: Final = 64 << 20
 def read_weight_map(index: Path) -> Mapping[str, str]:
     """The file of each tensor. CheckpointError if the index is malformed or names anything but files next to it."""
     data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
-    try:
-        content = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: malformed or truncated JSON: {error!s:.200}") from error
+    content = parse_json(data, str(index), CheckpointError, "JSON", once_each)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f'{index}: expected a "weight_map" from names of tensors to names of files')
@@ -52,10 +49,3 @@ def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable
         raise CheckpointError(
             f"{directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"
         )
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a name is given twice")
-    return entries

@@ -19,15 +19,15 @@ from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 
 STORED: Final = 0
 DEFLATED: Final = 8
-_END: Final = struct.Struct("<4s4H2LH")
-_LOCATOR: Final = struct.Struct("<4sLQL")
-_END64: Final = struct.Struct("<4sQ2H2L4Q")
-_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
-_HEADER: Final = struct.Struct("<4s5H3L2H")
-_MAX32: Final = 0xFFFFFFFF
+END: Final = struct.Struct("<4s4H2LH")
+END64_LOCATOR: Final = struct.Struct("<4sLQL")
+END64: Final = struct.Struct("<4sQ2H2L4Q")
+ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+LOCAL: Final = struct.Struct("<4s5H3L2H")
+MAX32: Final = 0xFFFFFFFF
 _MAX16: Final = 0xFFFF
 _MAX_DIRECTORY: Final = 256 << 20
-_ZIP64_FIELD: Final = 1
+ZIP64_FIELD: Final = 1
 _UTF8: Final = 1 << 11
 _ENCRYPTED: Final = 1
 ZIP_MAGIC: Final = b"PK\3\4"
@@ -62,38 +62,41 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
     def refuse(why: str) -> Never:
         raise CheckpointError(f"{path}: expected {noun}, but {why}")
 
-    if size < _END.size:
+    def damaged() -> Never:
+        refuse(f"its directory is damaged: {COPY_AGAIN}")
+
+    if size < END.size:
         refuse(f"the file has {size} bytes: {COPY_AGAIN}")
-    tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
+    tail = max(0, size - END.size - _MAX16 - END64_LOCATOR.size)
     end, count, length, position = _find_end(files.view(name, (tail, size)), tail, size, refuse)
-    if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
+    if length > _MAX_DIRECTORY or position + length > end or count * ENTRY.size > length:
         refuse(f"its directory is outside the file, or damaged: {COPY_AGAIN}")
     file = files.read(name, position, position + length)
     members: dict[str, Member] = {}
     starts: list[tuple[int, int, str]] = []
     at = 0
     for _ in range(count):
-        if at + _ENTRY.size > length:
+        if at + ENTRY.size > length:
             refuse(f"its directory is truncated: {COPY_AGAIN}")
         magic, _, _, flags, method, _, _, crc, stored, whole, lengths, extra, comment, _, _, _, header = (
-            _ENTRY.unpack_from(file, at)
+            ENTRY.unpack_from(file, at)
         )
         if magic != b"PK\1\2":
-            refuse(f"its directory is damaged: {COPY_AGAIN}")
-        raw, at = file[at + _ENTRY.size : at + _ENTRY.size + lengths], at + _ENTRY.size + lengths
-        whole, stored, header = _wide([whole, stored, header], file[at : at + extra], refuse)
+            damaged()
+        raw, at = file[at + ENTRY.size : at + ENTRY.size + lengths], at + ENTRY.size + lengths
+        whole, stored, header = wide_values([whole, stored, header], file[at : at + extra], damaged)
         at += extra + comment
         try:
             member = raw.decode("utf-8" if flags & _UTF8 else "ascii")
         except UnicodeDecodeError:
             member = raw.decode("cp437")
-        if at > length or header + _HEADER.size + lengths + stored > position:
+        if at > length or header + LOCAL.size + lengths + stored > position:
             refuse(f"its member {member!r:.200} is outside the file")
         if flags & _ENCRYPTED or method not in (STORED, DEFLATED) or (method == STORED and stored != whole):
             refuse(f"its member {member!r:.200} is encrypted, or compressed by a method other than deflate")
         if member in members:
             refuse(f"its member {member!r:.200} occurs twice")
-        starts.append((header, header + _HEADER.size + lengths + stored, member))
+        starts.append((header, header + LOCAL.size + lengths + stored, member))
         members[member] = Member(member, method, crc, stored, whole, header, position)
     if at != length:
         # No checksum covers its count, and a count that is too small would silently drop members.
@@ -110,9 +113,9 @@ def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member
 def data_start(files: SourceFiles, name: str, member: Member) -> int:
     """Where a member's data begins in the file, by its header. CheckpointError if header and directory disagree."""
     path = files.directory / name
-    file = files.view(name, (member.header, member.header + _HEADER.size))
-    magic, _, flags, method, *_, lengths, extra = file.unpack(_HEADER, member.header)
-    start = member.header + _HEADER.size + lengths + extra
+    file = files.view(name, (member.header, member.header + LOCAL.size))
+    magic, _, flags, method, *_, lengths, extra = file.unpack(LOCAL, member.header)
+    start = member.header + LOCAL.size + lengths + extra
     if (
         magic != ZIP_MAGIC
         or method != member.method
@@ -122,7 +125,7 @@ def data_start(files: SourceFiles, name: str, member: Member) -> int:
         raise CheckpointError(
             f"{path}: expected the header of {member.name!r:.200} at {member.header}, found another"
         )
-    raw = file[member.header + _HEADER.size : member.header + _HEADER.size + lengths]
+    raw = file[member.header + LOCAL.size : member.header + LOCAL.size + lengths]
     if raw not in (member.name.encode(), member.name.encode("cp437", "replace")):
         raise CheckpointError(
             f"{path}: expected the header of {member.name!r:.200}, found that of {raw!r:.200}"
@@ -137,19 +140,19 @@ def _find_end(
     data = file[tail:size]
     at = data.rfind(b"PK\5\6")
     while at >= 0 and (
-        at + _END.size > len(data) or at + _END.size + _END.unpack_from(data, at)[-1] != len(data)
+        at + END.size > len(data) or at + END.size + END.unpack_from(data, at)[-1] != len(data)
     ):
         at = data.rfind(b"PK\5\6", 0, at)
     if at < 0:
         refuse(f"it has no directory at its end, so it is truncated or damaged: {COPY_AGAIN}")
-    _, disk, first, _, count, length, position, _ = _END.unpack_from(data, at)
+    _, disk, first, _, count, length, position, _ = END.unpack_from(data, at)
     at += tail
-    locator = at - _LOCATOR.size
+    locator = at - END64_LOCATOR.size
     if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
-        _, _, wide, _ = file.unpack(_LOCATOR, locator)
-        if wide + _END64.size > locator:
+        _, _, wide, _ = file.unpack(END64_LOCATOR, locator)
+        if wide + END64.size > locator:
             refuse("its end record is outside the file")
-        magic, *_, disk, first, _, count, length, position = file.unpack(_END64, wide)
+        magic, *_, disk, first, _, count, length, position = file.unpack(END64, wide)
         if magic != b"PK\6\6":
             refuse(f"its end record is damaged: {COPY_AGAIN}")
         at = wide
@@ -158,14 +161,14 @@ def _find_end(
     return at, count, length, position
 
 
-def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> list[int]:
-    """The values; values above 32 bits come from the extra field."""
+def wide_values(values: list[int], extra: bytes, refuse: Callable[[], Never]) -> list[int]:
+    """The values; values above 32 bits come from the extra field. refuse: called if that field is too short."""
     while len(extra) >= 4:
         field_id, size = struct.unpack_from("<2H", extra)
-        if field_id == _ZIP64_FIELD:
-            places = [k for k, value in enumerate(values) if value == _MAX32]
+        if field_id == ZIP64_FIELD:
+            places = [k for k, value in enumerate(values) if value == MAX32]
             if size < 8 * len(places) or len(extra) < 4 + 8 * len(places):
-                refuse(f"its directory is damaged: {COPY_AGAIN}")
+                refuse()
             for number, position in enumerate(places):
                 values[position] = struct.unpack_from("<Q", extra, 4 + 8 * number)[0]
             break

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from bridge.core.formats.reading.model_files import FileKind, ModelFiles
+from bridge.core.formats.reading.model_files import FileKind
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -33,8 +33,3 @@ SAFETENSORS_FILES: Final = FileKind(
 def holds_safetensors(path: Path) -> bool:
     """Whether a file or directory looks like a safetensors checkpoint, judging only by names."""
     return SAFETENSORS_FILES.is_one(path)
-
-
-def find_files(path: Path) -> ModelFiles:
-    """The files of the checkpoint at `path`: a file, an index file or a directory; see `FileKind.find`."""
-    return SAFETENSORS_FILES.find(path)

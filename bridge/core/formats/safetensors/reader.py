@@ -21,7 +21,7 @@ from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, SourceFiles, Span
 from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
-from bridge.core.formats.safetensors.files import find_files
+from bridge.core.formats.safetensors.files import SAFETENSORS_FILES
 from bridge.core.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
@@ -82,7 +82,7 @@ class SafetensorsReader(ClosedAtEnd):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
-        fileset = find_files(self.path)
+        fileset = SAFETENSORS_FILES.find(self.path)
         self._files = SourceFiles(fileset.directory)
         self._fileset = fileset
         headers: dict[str, Header] = {}
@@ -101,36 +101,20 @@ class SafetensorsReader(ClosedAtEnd):
                 check_index(fileset.directory, listed, stored)
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
-        self._tensors = self._infos(paths)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._infos(paths))
         self.unreadable: Mapping[str, str] = {
             name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits per element, so that elements share bytes"
             for name, pieces in self._pieces.items()
             if pieces and pieces[0].array.bits is not None
         }
         self._chunks = ChunkIndex()
-        self._objects, self._object_paths = self._find_objects(headers, extras.values())
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by name, in the order of the files."""
-        return MappingProxyType(self._tensors)
-
-    @property
-    def objects(self) -> Mapping[str, object]:
-        """Values that are not tensors, by name."""
-        return MappingProxyType(self._objects)
-
-    @property
-    def object_paths(self) -> Mapping[str, TreePath]:
-        """The tree path of every object, by name."""
-        return MappingProxyType(self._object_paths)
+        objects, object_paths = self._find_objects(headers, extras.values())
+        self.objects: Mapping[str, object] = MappingProxyType(objects)
+        self.object_paths: Mapping[str, TreePath] = MappingProxyType(object_paths)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor as a new C-contiguous array in the stored dtype.
-
-        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for one of `unreadable`.
-        """
-        info = self._tensors[name]
+        """One block of a tensor; see `CheckpointReader.read`. CheckpointError for one of `unreadable`, too."""
+        info = self.tensors[name]
         require_tensor(self, name)
         box = box_of(info, box)
         result = array_for(info, box, self.path)
@@ -144,7 +128,7 @@ class SafetensorsReader(ClosedAtEnd):
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """A block of one piece, without moving it; see `CheckpointReader.lend`."""
-        touching = self._chunks.touching(self._tensors[name], box)
+        touching = self._chunks.touching(self.tensors[name], box)
         if name in self.unreadable:
             return None
         if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
@@ -162,7 +146,7 @@ class SafetensorsReader(ClosedAtEnd):
             return None
         (piece,) = pieces
         array = piece.array
-        whole = piece.box.sizes == self._tensors[name].shape and array.nbytes == target.nbytes
+        whole = piece.box.sizes == self.tensors[name].shape and array.nbytes == target.nbytes
         return Span(piece.file, array.start, (target,)) if whole else None
 
     def _part(self, piece: _Piece, common: Box, name: str) -> FileArray:
@@ -254,7 +238,7 @@ class SafetensorsReader(ClosedAtEnd):
         paths: dict[str, TreePath] = {}
 
         def add(name: str, path: TreePath, value: object) -> None:
-            if name in values or name in self._tensors:
+            if name in values or name in self.tensors:
                 raise CheckpointError(f"{self.path}: two entries are named {name!r:.200}")
             values[name], paths[name] = value, path
 

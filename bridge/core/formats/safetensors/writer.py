@@ -35,7 +35,7 @@ from bridge.core.formats.files.manifest import (
 from bridge.core.formats.files.part_files import Share, move_up, part_manifest, write_joint_manifest
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import FlatWriter
-from bridge.core.formats.files.sink import Place
+from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.core.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
@@ -241,7 +241,7 @@ class SafetensorsWriter(FlatWriter):
         self._refuse_repeated(name, self._object_checksums)
 
 
-class _Rows:
+class _Rows(Sink):
     """Chunks that are runs of whole rows, or parts of a row, of tensors stored in one piece; see `Sink`.
 
     places: of all tensors, decided at the first call.
@@ -274,12 +274,6 @@ class _Rows:
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         whole = len(data) == info.chunks[number].numel * info.dtype.itemsize
         return np.frombuffer(data, np.uint8) if whole else None
-
-    def remembered(self, info: TensorInfo, number: int) -> int:
-        return 0
-
-    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
-        pass
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:

@@ -17,7 +17,6 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self, SupportsFloat
 
 from bridge.core.formats.files.atomic import fsync_directory, is_temporary
@@ -107,9 +106,7 @@ class StepManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return

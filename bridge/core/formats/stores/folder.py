@@ -115,11 +115,7 @@ class StoreFolder:
         self._require_free(earlier)
         goes_on = resume and earlier.get("key") == self._key
         if resume and earlier and not goes_on:
-            raise CheckpointError(
-                f"{self.url} is unfinished, but belongs to another conversion "
-                f"({_differences(self._key, earlier['key'])}): resume that conversion with its own source and "
-                "options, or start anew without resuming"
-            )
+            raise another_conversion(self.url, self._key, earlier["key"])
         self.earlier_names: list[str] = list(earlier.get("data", ())) if goes_on else []
         self._uploads = self._open_uploads()
         self._pieces = self._left_pieces()
@@ -379,11 +375,16 @@ def _names(protocol: str | Sequence[str]) -> Sequence[str]:
     return (protocol,) if isinstance(protocol, str) else protocol
 
 
-def _differences(key: Mapping[str, str], noted: Mapping[str, str]) -> str:
-    return "; ".join(
+def another_conversion(place: object, key: Mapping[str, str], noted: Mapping[str, str]) -> CheckpointError:
+    """The error for an unfinished checkpoint at ``place`` whose claim or journal notes a key other than ``key``."""
+    parts = [
         f"{name}: expected {key.get(name, 'nothing')}, found {noted.get(name, 'nothing')}"
         for name in dict.fromkeys((*key, *noted))
         if key.get(name) != noted.get(name)
+    ]
+    return CheckpointError(
+        f"{place} is unfinished, but belongs to another conversion ({'; '.join(parts)}): resume that conversion with "
+        "its own source and options, or start anew without resuming"
     )
 
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import io
+import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from os import PathLike, stat_result
+from os import stat_result
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from bridge.core.formats.stores.ranges import FileRanges
+from bridge.core.formats.stores.remote_path import RemotePath
 from bridge.core.formats.stores.store import FileSystem, open_store, store_errors, without_end
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.tensors.wrapping import WrappingReader
@@ -126,66 +127,40 @@ def _version(info: Mapping[str, Any]) -> str:
     return repr([(key, str(info[key])) for key in sorted(info) if key not in ("atime", "name")])
 
 
-if TYPE_CHECKING:
-    # Readers accept either; at run time, a call that would access this machine's files must find nothing.
-    _Path = Path
-else:
-    _Path = object
-
-
-class StorePath(_Path):
+class StorePath(RemotePath[Listing]):
     """A file or directory of a listing; has only the parts of `pathlib.Path` that readers use."""
 
-    def __new__(cls, listing: Listing, parts: tuple[str, ...]) -> Self:
-        return object.__new__(cls)
-
-    def __init__(self, listing: Listing, parts: tuple[str, ...]) -> None:
-        self.listing, self._path = listing, parts
-
-    def __truediv__(self, other: str | PathLike[str]) -> Self:
-        return type(self)(self.listing, (*self._path, *str(other).split("/")))
+    def __truediv__(self, other: str | os.PathLike[str]) -> Self:
+        return type(self)(self.store, (*self._path, *str(other).split("/")))
 
     def __str__(self) -> str:
-        return self.listing.text(self._path)
-
-    def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path on this machine")
+        return self.store.text(self._path)
 
     def __repr__(self) -> str:
         return f"StorePath({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePath) and (self.listing, self._path) == (other.listing, other._path)
-
-    def __hash__(self) -> int:
-        return hash(self._path)
-
-    def __lt__(self, other: StorePath) -> bool:  # type: ignore[override] # sorted among its siblings only
-        return self._path < other._path
+        return isinstance(other, StorePath) and (self.store, self._path) == (other.store, other._path)
 
     @property
     def name(self) -> str:
         return self._path[-1] if self._path else ""
 
     @property
-    def parent(self) -> Self:
-        return type(self)(self.listing, self._path[:-1])
-
-    @property
     def parents(self) -> tuple[Self, ...]:
-        return tuple(type(self)(self.listing, self._path[:end]) for end in reversed(range(len(self._path))))
+        return tuple(type(self)(self.store, self._path[:end]) for end in reversed(range(len(self._path))))
 
     def with_name(self, name: str) -> Self:
-        return type(self)(self.listing, (*self._path[:-1], name))
+        return type(self)(self.store, (*self._path[:-1], name))
 
     def is_relative_to(self, other: object, *_: object) -> bool:
         return isinstance(other, StorePath) and self._path[: len(other._path)] == other._path
 
     def is_file(self, **_: object) -> bool:
-        return self._path in self.listing.sizes
+        return self._path in self.store.sizes
 
     def is_dir(self, **_: object) -> bool:
-        return self._path in self.listing.children
+        return self._path in self.store.children
 
     def exists(self, **_: object) -> bool:
         return self.is_file() or self.is_dir()
@@ -203,14 +178,12 @@ class StorePath(_Path):
         if not self.exists():
             raise FileNotFoundError(f"{self} does not exist")
         mode = stat.S_IFREG if self.is_file() else stat.S_IFDIR
-        return stat_result(
-            (mode, hash(self._path), 0, 1, 0, 0, self.listing.sizes.get(self._path, 0), 0, 0, 0)
-        )
+        return stat_result((mode, hash(self._path), 0, 1, 0, 0, self.store.sizes.get(self._path, 0), 0, 0, 0))
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         if not self.is_dir():
             raise NotADirectoryError(f"{self} is not a directory")
-        return (self / name for name in sorted(self.listing.children[self._path]))
+        return (self / name for name in sorted(self.store.children[self._path]))
 
     def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
         """Paths below this one that match a pattern of names, directory by directory."""
@@ -224,35 +197,31 @@ class StorePath(_Path):
 
     def files(self) -> list[Self]:
         """All files below, at any depth."""
-        below = (parts for parts in self.listing.files if parts[: len(self._path)] == self._path)
-        return [type(self)(self.listing, parts) for parts in below]
+        below = (parts for parts in self.store.files if parts[: len(self._path)] == self._path)
+        return [type(self)(self.store, parts) for parts in below]
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop). OSError if the store does not provide them."""
         target = bytearray(stop - start)
-        self.listing.ranges.read_into(self._stored(), start, memoryview(target))
+        self.store.ranges.read_into(self._stored(), start, memoryview(target))
         return bytes(target)
 
     def fill(self, start: int, target: memoryview) -> None:
         """Write the bytes from `start` on into memory. OSError if the store does not provide them."""
-        self.listing.ranges.read_into(self._stored(), start, target)
+        self.store.ranges.read_into(self._stored(), start, target)
 
     def read_bytes(self) -> bytes:
         """The whole content of a small file, which is cached, together with other files of its kind."""
         stored = self._stored()
-        size = self.listing.sizes[self._path]
+        size = self.store.sizes[self._path]
         if size > _MAX_METADATA:
             raise CheckpointError(f"{self}: expected metadata of at most {_MAX_METADATA} bytes, got {size}")
-        return self.listing.ranges.small(stored, self.listing.small_beside(self._path))
-
-    def open(self, *_: object, **__: object) -> Any:
-        """The whole file for reading."""
-        return io.BytesIO(self.read_bytes())
+        return self.store.ranges.small(stored, self.store.small_beside(self._path))
 
     def _stored(self) -> str:
         if not self.is_file():
             raise FileNotFoundError(f"{self} does not exist: expected a file of the checkpoint")
-        return self.listing.files[self._path]
+        return self.store.files[self._path]
 
 
 class StoredReader(WrappingReader):

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
+from bridge.core.formats.stores.remote_path import RemotePath
 from bridge.core.formats.stores.upload import UploadFile
-
-if TYPE_CHECKING:
-    # Writers accept either; at run time, a call that would access this machine's files must find nothing.
-    _Path = Path
-else:
-    _Path = object
 
 
 class Folder(Protocol):
@@ -31,33 +24,18 @@ class Folder(Protocol):
         """A data file, by its path in the checkpoint."""
 
 
-class UploadPath(_Path):
+class UploadPath(RemotePath[Folder]):
     """A file or directory of an uploaded checkpoint; has only the parts of `pathlib.Path` that writers use."""
-
-    def __new__(cls, folder: Folder, parts: tuple[str, ...]) -> Self:
-        return object.__new__(cls)
-
-    def __init__(self, folder: Folder, parts: tuple[str, ...]) -> None:
-        self.folder, self._path = folder, parts
 
     def __truediv__(self, other: str | os.PathLike[str]) -> Self:
         names = str(other).split("/") if str(other) else []
-        return type(self)(self.folder, (*self._path, *names))
+        return type(self)(self.store, (*self._path, *names))
 
     def __str__(self) -> str:
-        return "/".join((self.folder.url, *self._path))
-
-    def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path on this machine")
+        return "/".join((self.store.url, *self._path))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UploadPath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(self._path)
-
-    def __lt__(self, other: UploadPath) -> bool:  # type: ignore[override] # sorted among its own kind only
-        return self._path < other._path
 
     @property
     def relative(self) -> str:
@@ -66,24 +44,20 @@ class UploadPath(_Path):
 
     @property
     def name(self) -> str:
-        return self._path[-1] if self._path else self.folder.url.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Self:
-        return type(self)(self.folder, self._path[:-1])
+        return self._path[-1] if self._path else self.store.url.rpartition("/")[2]
 
     def relative_to(self, *_: Any, **__: Any) -> UploadPath:
-        return _Relative(self.folder, self._path)
+        return _Relative(self.store, self._path)
 
     def open_data(self) -> UploadFile:
         """The data file of this name."""
-        return self.folder.open_data(self.relative)
+        return self.store.open_data(self.relative)
 
     def exists(self, **_: object) -> bool:
         return self.is_file()
 
     def is_file(self, **_: object) -> bool:
-        return self.relative in self.folder.small or self.relative in self.folder.data
+        return self.relative in self.store.small or self.relative in self.store.data
 
     def is_dir(self, **_: object) -> bool:
         return not self.is_file()
@@ -92,22 +66,19 @@ class UploadPath(_Path):
         """Does nothing: a store has no directories."""
 
     def stat(self, **_: object) -> os.stat_result:
-        data = self.folder.data.get(self.relative)
-        size = len(self.folder.small[self.relative]) if data is None else data.size
+        data = self.store.data.get(self.relative)
+        size = len(self.store.small[self.relative]) if data is None else data.size
         return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
 
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes written around chunks; see `UploadFile.read`."""
-        return self.folder.data[self.relative].read(start, stop - start)
+        return self.store.data[self.relative].read(start, stop - start)
 
     def read_bytes(self) -> bytes:
-        return self.folder.small[self.relative]
-
-    def open(self, *_: object, **__: object) -> Any:
-        return io.BytesIO(self.read_bytes())
+        return self.store.small[self.relative]
 
     def write_bytes(self, data: Any) -> int:
-        self.folder.small[self.relative] = bytes(data)
+        self.store.small[self.relative] = bytes(data)
         return len(data)
 
     def write_text(self, data: str, *_: object, **__: object) -> int:
@@ -117,11 +88,11 @@ class UploadPath(_Path):
         self.write_bytes(b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        self.folder.small.pop(self.relative, None)
+        self.store.small.pop(self.relative, None)
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
         """Files directly in a directory, including files of a resumed attempt."""
-        names = dict.fromkeys((*self.folder.small, *self.folder.data, *self.folder.earlier_names))
+        names = dict.fromkeys((*self.store.small, *self.store.data, *self.store.earlier_names))
         start = f"{self.relative}/" if self._path else ""
         below = [name.removeprefix(start) for name in names if name.startswith(start)]
         return (self / name for name in below if "/" not in name)
@@ -129,8 +100,7 @@ class UploadPath(_Path):
     def rglob(self, *_: object, **__: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
         """All files."""
         return (
-            type(self)(self.folder, tuple(name.split("/")))
-            for name in (*self.folder.small, *self.folder.data)
+            type(self)(self.store, tuple(name.split("/"))) for name in (*self.store.small, *self.store.data)
         )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add, le
 from pathlib import Path
-from types import EllipsisType, MappingProxyType, TracebackType
+from types import EllipsisType, MappingProxyType
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 import ml_dtypes
@@ -272,9 +272,7 @@ class CheckpointReader(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None: ...
 
 
 def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
@@ -374,6 +372,4 @@ class CheckpointWriter(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None: ...

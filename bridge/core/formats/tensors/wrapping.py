@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -44,10 +43,24 @@ class ClosedAtEnd(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         self.close()
+
+
+class ComputedReader(ClosedAtEnd):
+    """A reader whose elements are in no file as it returns them: it lends nothing; see `CheckpointReader`."""
+
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
+        return None
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        return [None] * len(wanted)
+
+    def files(self) -> Sequence[Path]:
+        return ()
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class ReadWhenAsked(Mapping[str, object]):
@@ -171,9 +184,7 @@ class one_part:  # named like a function, as contextlib's classes are
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> bool:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, CheckpointError) or (damage := _DAMAGE.get()) is None:
             return False
         damage[self.name] = error

@@ -34,6 +34,7 @@ from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.torch_save.files import TRAINING_STATE
 from bridge.core.formats.whole.composite import PIPELINE_FILE, JoinedReader, pipeline_companions
+from bridge.core.text_files import parse_json
 
 _MAX_CONFIG: Final = 1 << 20
 ADAPTER: Final = "adapter_"
@@ -60,10 +61,7 @@ def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path]
     if not file.exists():
         return None
     data = small_file(directory, CONFIG_FILE, "the configuration of the model", most=_MAX_CONFIG)
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
+    fields = parse_json(data, str(file), CheckpointError, "JSON")
     return fields if isinstance(fields, dict) else {}, file
 
 
@@ -99,10 +97,7 @@ class Companions:
         refused: dict[str, str] = {}
         for name in sorted(child.name for child in directory.iterdir() if is_companion(child.name)):
             try:
-                file, size = regular_file(directory, name, name)
-                if size > MAX_SMALL_FILE:
-                    raise CheckpointError(f"{file}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
-                files[name] = file
+                files[name], _ = regular_file(directory, name, name, most=MAX_SMALL_FILE)
             except CheckpointError as error:
                 refused[name] = str(error)
         return Companions(files, refused)

@@ -11,7 +11,6 @@ tokenizer/vocab.json, scheduler/scheduler_config.json        no weights: copied 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +39,7 @@ from bridge.core.formats.tensors.base import (
 from bridge.core.formats.tensors.leaves import kinds_of, separator_of
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
 from bridge.core.formats.whole.read_only import directory_format
+from bridge.core.text_files import parse_json
 
 
 class JoinedReader(ClosedAtEnd):
@@ -138,7 +138,7 @@ def pipeline_parts(path: Path) -> dict[str, Path]:
     # A converted pipeline has the index next to its weights.
     if metadata_files(path) or any((path / name).exists() for name in (TREE_FILE, "_CHECKPOINT_METADATA")):
         return {}
-    if holds_safetensors(path) or directory_format(path) is not None:
+    if _has_weights(path):
         return {}
     return {name: path / name for name in _folders(path) if _has_weights(path / name)}
 
@@ -152,10 +152,8 @@ def pipeline_companions(path: Path) -> Mapping[str, Path]:
     for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
         for file in sorted((path / folder).iterdir()):
             if file.name.endswith(_BESIDE) and not file.name.endswith(_OF_WEIGHTS) and file.is_file():
-                beside, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
-                if size > MAX_SMALL_FILE:
-                    raise CheckpointError(f"{beside}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
-                files[f"{folder}/{file.name}"] = beside
+                name = f"{folder}/{file.name}"
+                files[name], _ = regular_file(file.parent, file.name, name, most=MAX_SMALL_FILE)
     return files
 
 
@@ -173,12 +171,7 @@ def _folders(path: Path) -> list[str]:
 
 def _named(path: Path) -> list[str]:
     data = small_file(path, PIPELINE_FILE, "the index", most=1 << 20)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path / PIPELINE_FILE}: malformed or truncated JSON: {error!s:.200}"
-        ) from error
+    content = parse_json(data, str(path / PIPELINE_FILE), CheckpointError, "JSON")
     if not isinstance(content, dict):
         raise CheckpointError(f"{path / PIPELINE_FILE}: expected names of folders, found another document")
     # Parts that a pipeline lacks are [null, null]; other entries are settings.

@@ -20,7 +20,7 @@ from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.core.formats.reading.model_files import is_companion
-from bridge.core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
+from bridge.core.formats.safetensors.files import INDEX_SUFFIX, SAFETENSORS_FILES, SUFFIX
 from bridge.core.formats.saving.steps import METRICS_FILE
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.whole.companions import Companions
@@ -71,7 +71,7 @@ def _foreign(path: Path) -> list[str]:
         return _others_of_orbax(path)
     names = sorted(child.name for child in path.iterdir())
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
-        files = find_files(path)
+        files = SAFETENSORS_FILES.find(path)
         ours = {*files.names, files.index, *_OURS}
         return sorted(name for name in names if name not in ours and not _stays(path / name))
     raise CheckpointError(

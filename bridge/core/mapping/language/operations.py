@@ -180,17 +180,22 @@ class ChangedView:
                 region = block.source_box(ranges)
                 source = elements(reader.read(block.source, region), region, block.source_index, ranges)
                 part = elements(target, box, block.target_index, ranges)
-                if change is None:
-                    part[...] = source
-                    continue
-                try:
-                    change.apply(source, part)
-                except OverflowError:
-                    raise CheckpointError(
-                        f"tensor {block.source} of {reader.path}: expected elements that {self.dtype} can hold after "
-                        f"x * {change.factor:g} + {change.shift:g}, got one that becomes infinite"
-                    ) from None
+                fill_changed(part, source, change, f"{block.source} of {reader.path}")
         return target
+
+
+def fill_changed(target: np.ndarray, source: np.ndarray, change: Change | None, what: str) -> None:
+    """Write the changed elements into ``target``. CheckpointError, about tensor ``what``, if one becomes infinite."""
+    if change is None:
+        target[...] = source
+        return
+    try:
+        change.apply(source, target)
+    except OverflowError:
+        raise CheckpointError(
+            f"tensor {what}: expected elements that {target.dtype} can hold after "
+            f"x * {change.factor:g} + {change.shift:g}, got one that becomes infinite"
+        ) from None
 
 
 def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

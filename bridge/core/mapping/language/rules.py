@@ -1,56 +1,8 @@
-"""TOML rules that pair the tensors of two or more naming conventions.
+"""TOML rules that pair the tensors of two or more naming conventions; see docs/reference/mapping-language.md.
 
-A mapping file::
-
-    name = "llama"
-    drop = ["model.rope.inv_freq"]                # full names that may be left out; `{i}` and `*` allowed
-
-    [models.llama]                                # the models that it supports, see `table.py`
-    attention_bias = [false, "absent"]
-
-    [convention.hf]                               # conventions, if they are not just torch and jax
-    format = "safetensors"                        # its usual file format
-    weights = "{w}"                               # where its tensors are, if not in the usual places
-
-    [axes]                                        # sizes that the shapes alone do not determine
-    d = "train/model/head_dim"                    # the value of a scalar integer tensor of the source
-    h = 8                                         # a number
-    up = "gate"                                   # the size of another axis
-
-    [[rule]]
-    hf = "model.layers.{i}.self_attn.q_proj.weight : (h d) m"
-    torchtitan = "layers.{i}.attention.wq.weight : (h interleaved(d)) m"
-    flax = "layers/{i}/attention/query/kernel : m h d"
-
-    [[rule]]
-    hf = "lm_head.weight : v m"
-    flax = "lm_head/kernel : m v"
-    optional = true                               # a model may lack it
-
-``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
-has all tensors of ``optional = "experts of layer {i}"``, or none (`required_rules.py`).
-
-A convention may be like another one (``like = "torchtitan"`` in its table): in rules without its own entries, it has
-the other convention's entries. With ``without = "bert."`` in addition, it has the entries with this prefix, without the
-prefix: a model without its heads, whose weights are at the root.
-
-Each convention has one entry ``path : axis expression``, or a list of entries if a fused tensor corresponds to several.
-``{i}`` in a path means a number; as an axis on another side, it stacks. Without expressions, the tensor is the same on
-all sides. Rules name weights; optimizer entries follow them (`conventions.py`). The operation
-after ``|`` is applied to the plain values before that convention stores them (`operations.py`)::
-
-    maxtext = "decoder/layers/self_attention/query/kernel : m {i} h interleaved(d) | times(d ** -0.5)"
-
-Optimizer state may have another name and another layout than its weight: torchtitan's fused attention stores its weight
-as several tensors, and the moments as one::
-
-    torchtitan.weights = ["wq.weight : (g r d) m", "wk.weight : (g k) m"]
-    torchtitan.moments = "wqk.weight : (g (r d + k)) m"
-
-A rule may have ``tied_to = "path of another rule"``: its tensor may be the same as the other rule's (`tied.py`). A rule
-with an entry of only one convention gives a second name, under which that convention stores the tensor again.
-
-``[numbers]`` is for conventions that count layers differently, in blocks or from another start (`numbers.py`).
+A convention with ``like`` and ``without = "bert."`` has the entries with this prefix, without the prefix: a model
+without its heads, whose weights are at the root. A rule with an entry of only one convention gives a second name, under
+which that convention stores the tensor again.
 
 ``interleaved(d)``: rotary positions rotate pairs of elements of ``d``. Hugging Face and flax store the first elements
 of all pairs before the second elements (two halves), Meta and torchtitan store each pair together::

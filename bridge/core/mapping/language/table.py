@@ -22,9 +22,8 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from bridge.core.mapping.language.conventions import Convention
-from bridge.core.mapping.language.entries import HALF, Entry, Rule
+from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.operations import ZEROS
 
 Value = str | int | float | bool
 Models = Mapping[str, Mapping[str, tuple[Value, ...]]]
@@ -247,15 +246,8 @@ class MappingTable:
         rules = tuple(replace(rule, optional=True, part="") for rule in self.rules)
         return replace(self, rules=rules, ties=None, told=None)
 
-    def rotary_axes(self) -> tuple[str, ...]:
-        """The axes that a rule interleaves."""
-        return self._with_end(HALF)
-
-    def padding_axes(self) -> tuple[str, ...]:
-        """The axes that are padding, ``zeros(axis)``."""
-        return self._with_end(ZEROS)
-
-    def _with_end(self, end: str) -> tuple[str, ...]:
+    def axes_with(self, end: str) -> tuple[str, ...]:
+        """The axes that a rule interleaves, with the end HALF, or that are padding, with ZEROS."""
         axes = {
             axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes()
         }

@@ -84,7 +84,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
         else:
             name = value.replace("/", separator_of(reader.format))
             absent[axis] = f"the mapping takes it from {name}, which {reader.path} does not have"
-    for axis in mapping.rotary_axes():
+    for axis in mapping.axes_with(HALF):
         sizes[axis + HALF] = 2
         if (size := sizes.get(alias.get(axis, axis))) is not None:
             if size % 2:
@@ -92,7 +92,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
                     f"expected an even size for the rotary axis {axis} of mapping {mapping.name}, got {size}"
                 )
             sizes[axis + PAIR] = size // 2
-    sizes |= {axis + ZEROS: sizes[axis] for axis in mapping.padding_axes() if axis in sizes}
+    sizes |= {axis + ZEROS: sizes[axis] for axis in mapping.axes_with(ZEROS) if axis in sizes}
     return Axes(sizes, alias, absent, asked=(*mapping.config, *absent))
 
 

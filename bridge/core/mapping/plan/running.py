@@ -16,20 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import (
-    Box,
-    CheckpointError,
-    CheckpointReader,
-    TensorInfo,
-    TreePath,
-    Wanted,
-)
-from bridge.core.mapping.language.operations import Change, ChangedView, PaddedView
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.wrapping import ComputedReader
+from bridge.core.mapping.language.operations import Change, ChangedView, PaddedView, fill_changed
 from bridge.core.mapping.language.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.core.mapping.language.rules import mapping_table
 from bridge.core.mapping.language.table import MappingTable
@@ -45,57 +37,29 @@ AnyMapping = str | os.PathLike[str] | MappingTable
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunState(ComputedReader):
     """The state of a run as a `CheckpointReader`: all tensors' descriptions, and the values that every process has.
 
-    where: names the run in errors. whole: by name, the value of a tensor that this process has completely, or None.
+    path: names the run in errors. whole: by name, the value of a tensor that this process has completely, or None.
     """
 
     format: str
-    where: str
+    path: str
     tensors: Mapping[str, TensorInfo]
-    values: Mapping[str, object]
+    objects: Mapping[str, object]
     object_paths: Mapping[str, TreePath]
     whole: Callable[[str], np.ndarray | None]
-
-    @property
-    def path(self) -> str:
-        return self.where
-
-    @property
-    def objects(self) -> Mapping[str, object]:
-        return self.values
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """CheckpointError for a tensor that no process has whole."""
         value = self.whole(name)
         if value is None:
             raise CheckpointError(
-                f"{name} of {self.where} is sharded over processes, but this mapping compares its values (tied "
+                f"{name} of {self.path} is sharded over processes, but this mapping compares its values (tied "
                 "weights to be stored once, scales of rows that the mapping joins, or padding): save without the "
                 "mapping, and convert the checkpoint"
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
-
-    def lend(self, name: str, box: Box, offset: int = 0) -> None:
-        return None
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        return [None] * len(wanted)
-
-    def files(self) -> Sequence[Path]:
-        return ()
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -121,16 +85,7 @@ class Move:
         target = np.empty(self.box.sizes, source.dtype)
         here = elements(source, self.source_box, self.block.source_index, self.ranges)
         there = elements(target, self.box, self.block.target_index, self.ranges)
-        if self.change is None:
-            there[...] = here
-            return target
-        try:
-            self.change.apply(here, there)
-        except OverflowError:
-            raise CheckpointError(
-                f"tensor {self.block.source}: expected elements that {source.dtype} can hold after "
-                f"x * {self.change.factor:g} + {self.change.shift:g}, got one that becomes infinite"
-            ) from None
+        fill_changed(there, here, self.change, self.block.source)
         return target
 
 
@@ -180,7 +135,7 @@ class SavedAs:
                 continue
             if isinstance(content, PaddedView):
                 raise CheckpointError(
-                    f"{name} would have padding, which no process of {self._state.where} holds: save without the "
+                    f"{name} would have padding, which no process of {self._state.path} holds: save without the "
                     "mapping, and convert the checkpoint"
                 )
             assert isinstance(content, TensorView | ChangedView)
@@ -191,7 +146,7 @@ class SavedAs:
 
 
 def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, object]) -> MappingTable:
-    where = f"the configuration of {state.where}"
+    where = f"the configuration of {state.path}"
     require_model(table, config, where)
     # Checking ties needs values, and no process has all values of a tensor.
     return replace(with_config_fields(table, config, where), ties=None, told=None)
@@ -199,12 +154,12 @@ def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, 
 
 def _other_side(state: RunState, table: MappingTable) -> str | None:
     """The convention to save in: the only other one, or else the usual one of the format."""
-    own = find(state.tensors.values(), table, None, state.where).convention.name
+    own = find(state.tensors.values(), table, None, state.path).convention.name
     others = [name for name in table.conventions if name != own]
     return others[0] if len(others) == 1 else None
 
 
-class LoadedAs:
+class LoadedAs(ComputedReader):
     """A checkpoint under the names and layouts of a run: a `CheckpointReader` of ``reader``, translated by the mapping.
 
     state: the run, whose shapes give sizes of axes that are otherwise open. config: as in `SavedAs`; a `config.json`
@@ -224,7 +179,7 @@ class LoadedAs:
         table = with_config(table, reader)
         table = _with_own_config(table, state, config or {})
         reader = with_named_states(with_step_tensors(reader), table)
-        run = find(state.tensors.values(), table, None, state.where)
+        run = find(state.tensors.values(), table, None, state.path)
         self._reader = reader
         self._plan: TranslationPlan = make_plan(
             reader, state.format, table, into=run.convention, wanted=run.weights
@@ -245,22 +200,8 @@ class LoadedAs:
         tensor = self._plan.tensors[name]
         return tensor.read(self._reader, Box.whole(tensor.shape) if box is None else box)
 
-    def lend(self, name: str, box: Box, offset: int = 0) -> None:
-        return None
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        return [None] * len(wanted)
-
     def files(self) -> Sequence[Path]:
         return self._reader.files()
 
     def close(self) -> None:
         self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -47,6 +47,7 @@ from bridge.core.mapping.states.notes import (
     noted,
     noted_axes,
     read_notes,
+    root_remark,
     updated,
 )
 from bridge.core.mapping.states.numbered_states import is_numbered, unnamed
@@ -54,7 +55,7 @@ from bridge.core.mapping.states.optimizers import refused, remarks
 from bridge.core.mapping.states.source_tree import NameIndex, Tensors, find
 from bridge.core.mapping.states.states import StatePlan, like_source, merged, of_other_shapes, require_whole
 from bridge.core.mapping.states.tied import one_of_two, require_ties, second_of_two, under_first_names
-from bridge.core.text import did_you_mean
+from bridge.core.text import did_you_mean, first_lines
 
 T = TypeVar("T")
 _Made = tuple[str, View, Plain | None]
@@ -153,6 +154,8 @@ class _Planner:
         if self.target.name not in self.notes:
             names = ["/".join(map(str, tensor.path)) for tensor in carried]
             told = remarks(self.reader, self.object_paths, tree, self.target, names)
+            if any(outputs.values()) and (root := root_remark(self.target, self.to)):
+                told = (*told, root)
         said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
@@ -230,9 +233,7 @@ class _Planner:
     def _raise_problems(self) -> None:
         if self.problems:
             problems = self._told_by_config(self.problems.texts(self.mapping.name))
-            shown = problems[:_MAX_PROBLEMS]
-            more = len(problems) - len(shown)
-            raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
+            raise MappingError("\n".join(first_lines(problems, _MAX_PROBLEMS, " problems")))
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the requested one, the only other one, or the usual one of the format."""

@@ -109,6 +109,19 @@ def _state(convention: Convention, data: object) -> State:
     return State(places, None if members is None else frozenset(map(str, members)))
 
 
+def root_remark(target: Convention, format: str) -> str:
+    """How to load weights with an optimizer's state that are written to DCP without a root; else "".
+
+    torchtitan saves its weights at the root, too, but other programs save {"model": ..., "optimizer": ...}.
+    """
+    if format != "dcp" or target.format != "safetensors" or target.places["weights"] != WEIGHT:
+        return ""
+    return (
+        "the weights are at the root, without model in front of their names: load them by "
+        'dcp.load({**weights, "optimizer": ...}), not by dcp.load({"model": weights, "optimizer": ...})'
+    )
+
+
 def _place(text: object, bare: bool = False) -> str:
     if not isinstance(text, str) or not (bare or WEIGHT in text):
         raise ValueError

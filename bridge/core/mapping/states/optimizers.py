@@ -12,8 +12,10 @@ reason. The formulas are from torch 2.13 and optax 0.2.8. The whole table is in 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 
 from bridge.core.formats.tensors.base import CheckpointReader, TreePath
 from bridge.core.formats.tensors.wrapping import value_of
@@ -32,107 +34,17 @@ class Optimizer:
     reason: str
 
 
-def _optimizers(*rows: tuple[str, str, str]) -> tuple[Optimizer, ...]:
-    return tuple(Optimizer(name, frozenset(words.split()), reason) for name, words, reason in rows)
-
-
-_AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither implies the other"
-_NO_STEP = "torch counts steps and optax does not, and one adds epsilon inside the root, the other outside"
-_NO_COUNT = "optax.adadelta has no step count, which torch.optim.Adadelta needs"
-_FACTORED = "torch and optax factor a weight along different axes"
-_FORGETS = "torch and optax drop the gradient after a sign change in different ways"
-_OF_BLOCKS = (
-    "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
-    "its moments are indices into a table, for blocks of a weight",
+_TABLE = tomllib.loads((files(__package__) / "optimizers.toml").read_text(encoding="utf-8"))
+TORCH, OPTAX, _PARTS_OF_ADAM = (
+    tuple(Optimizer(row["name"], frozenset(row["words"]), row["reason"]) for row in _TABLE[key])
+    for key in ("torch", "optax", "alone")
 )
-
-TORCH: tuple[Optimizer, ...] = _optimizers(
-    ("Adam with amsgrad=True", "max_exp_avg_sq", _AMSGRAD),
-    ("NAdam", "mu_product", "optax.nadam has a constant b1 in place of torch's growing one"),
-    (
-        "Adamax",
-        "exp_inf",
-        "optax.adamax names it nu, like Adam's second moment",
-    ),
-    ("Adadelta", "acc_delta", _NO_COUNT),
-    ("RMSprop", "square_avg grad_avg", f"{_NO_STEP}; optax.rmsprop's trace contains past learning rates"),
-    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from a different sum"),
-    ("Rprop", "prev step_size", _FORGETS),
-    ("ASGD", "ax eta", "optax has no such optimizer"),
-    ("an 8-bit optimizer or another one of bitsandbytes", *_OF_BLOCKS),
-    ("a schedule-free optimizer", "z", "torch's and optax's Adam and SGD would misread its weights"),
-    ("LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"),
-    ("Adafactor", "row_var col_var variance exp_avg_sq_row exp_avg_sq_col", _FACTORED),
-)
-"""By the state's names in torch.optim, for Adafactor also in transformers, and in the named libraries."""
-
-OPTAX: tuple[Optimizer, ...] = _optimizers(
-    ("optax.amsgrad", "nu_max", _AMSGRAD),
-    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from a different sum"),
-    ("optax.adadelta", "e_g e_x", _NO_COUNT),
-    ("optax.rprop", "step_sizes prev_updates", _FORGETS),
-    ("optax.adafactor", "v_row v_col v", _FACTORED),
-    (
-        "optax.contrib.schedule_free",
-        "z",
-        "torch.optim has no such optimizer, and Adam would misread its weights",
-    ),
-)
-
+_AMSGRAD = TORCH[0], OPTAX[0]
 _OPTAX_WORDS = frozenset(word for optimizer in OPTAX for word in optimizer.words)
+_ALONE = {word: optimizer for optimizer in _PARTS_OF_ADAM for word in optimizer.words}
 
-_ALONE: Mapping[str, Optimizer] = {
-    word: optimizer
-    for optimizer in _optimizers(
-        (
-            "Lion or another optimizer with one moment",
-            "exp_avg",
-            "there is no exp_avg_sq, and nothing tells how exp_avg was computed",
-        ),
-        ("optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"),
-        (
-            "optax.lion or optax.contrib.muon (mu without nu)",
-            "mu",
-            "torch.optim has no Lion, and its Muon corrects no bias",
-        ),
-    )
-    for word in optimizer.words
-}
-"""Optimizers whose state is a part of Adam's state."""
-
-_READ_AS: tuple[tuple[Section, str, str], ...] = (
-    (
-        "exp_avg_sq",
-        "mu, nu and count",
-        "the state of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt store different values under "
-        "these names, and nadam computes different updates from them",
-    ),
-    ("momentum_buffer", "trace", "the trace of optax.sgd, which sums gradients without the learning rate"),
-)
-
-_MUON = "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count"
-_ADOPT = "ADOPT's exp_avg is a mean of gradients that are divided by the root of exp_avg_sq, and optax.adam's mu is not"
 _GROUPS = "param_groups"
-_OTHERWISE: Mapping[Section, Mapping[str, str]] = {
-    "momentum_buffer": {
-        "dampening": "momentum_buffer sums each gradient times 1 - dampening, and optax.trace whole gradients",
-        "ns_steps": _MUON,
-        "backend_steps": _MUON,
-        "use_muon": _MUON,
-        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars's trace also learning rates",
-    },
-    "exp_avg": {"clip_exp": _ADOPT, "clip_lambda": _ADOPT},
-}
-"""By moment: keys of a parameter group that show that the moment differs from optax's, and why."""
-
-_PLAIN = frozenset(
-    {"params", "param_names", "name", "step", "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad"}
-    | {"decoupled_weight_decay", "momentum", "dampening", "nesterov", "foreach", "capturable", "fused"}
-    | {"differentiable"}
-)
-_USUAL = {"maximize": False, "bias_correction": True, "correct_bias": True}
-"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and keys that have no effect at this value."""
-
+_OF_MUON = ("ns_steps", "backend_steps", "use_muon")
 _OWN_DEPTH = 2
 """Keys before a weight in our own optimizers' state: ``opt_state/trace/<weight>``."""
 
@@ -220,18 +132,19 @@ def remarks(
                 f"({first_of(shown)}): its state is read as if it belonged to one of these"
             )
         return
-    for section, words, meaning in _READ_AS:
+    for row in _TABLE["read_as"]:
+        section: Section = row["section"]
         nodes = [n for n, state in enumerate(tree.states) if section in state.sections]
         if nodes:
             named = first_of([source.name_of(section, "*", node) for node in nodes], 1)
-            yield f"{words} ({named}) read as {meaning}"
+            yield f"{row['words']} ({named}) read as {row['meaning']}"
     sums = [name for name in kept if not CARRIED.isdisjoint(name.split("/"))]
     if sums:
         yield f"kept as they are, in the layout of {source.name}, which {target.name} does not read: {first_of(sums)}"
 
 
 def _without(optimizer: Optimizer, tree: bool) -> str:
-    if optimizer.reason != _AMSGRAD:
+    if optimizer not in _AMSGRAD:
         return ""
     (word,) = optimizer.words
     return f", or leave out only the maximum, to continue as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
@@ -246,7 +159,7 @@ def _from_sections(source: SourceTree, crossing: bool) -> Iterator[_Kept]:
     tree = source.convention.is_tree
     for state in source.states:
         if crossing:
-            optimizer, word = (OPTAX[0], "nu_max") if tree else (TORCH[0], "max_exp_avg_sq")
+            optimizer, word = (_AMSGRAD[tree], "nu_max" if tree else "max_exp_avg_sq")
             yield from ((optimizer, word, weight, "") for weight in state.sections.get("max_exp_avg_sq", ()))
         first, second = (state.sections.get(section, {}) for section in ("exp_avg", "exp_avg_sq"))
         if tree and not (first and second):
@@ -315,10 +228,10 @@ def _of_groups(
     """
     reasons = {
         key: reason
-        for section, reasons in _OTHERWISE.items()
+        for section, reasons in _TABLE["otherwise"].items()
         if any(section in state.sections for state in tree.states)
         for key, reason in reasons.items()
-        if not (own and reason == _MUON)
+        if not (own and key in _OF_MUON)
     }
     for name, key in _in_groups(paths):
         if key in reasons and (value := value_of(reader, name)):
@@ -332,9 +245,9 @@ def _unusual(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterato
     """The first value of each kind that does not occur in groups of torch's own optimizers."""
     seen = set()
     for name, key in _in_groups(paths):
-        if key in _PLAIN or key in seen:
+        if key in _TABLE["groups"]["plain"] or key in seen:
             continue
         value = value_of(reader, name)
-        if value is not None and value is not _USUAL.get(key):
+        if value is not None and value is not _TABLE["groups"]["usual"].get(key):
             seen.add(key)
             yield name, value

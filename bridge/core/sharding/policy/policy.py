@@ -62,23 +62,12 @@ class ShardingPolicy:
             require(
                 isinstance(self.precision, PrecisionPolicy), "precision", "a PrecisionPolicy", self.precision
             )
-            listed = isinstance(self.units, list | tuple)
-            require(
-                listed and all(isinstance(unit, UnitPolicy) for unit in self.units),
-                "units",
-                "UnitPolicy items",
-                self.units,
-            )
-            object.__setattr__(self, "units", tuple(self.units))
+            for name, item_type in (("units", UnitPolicy), ("parallel", ParallelPolicy)):
+                items = getattr(self, name)
+                legal = isinstance(items, list | tuple) and all(isinstance(item, item_type) for item in items)
+                require(legal, name, f"{item_type.__name__} items", items)
+                object.__setattr__(self, name, tuple(items))
             self._check_units()
-            listed = isinstance(self.parallel, list | tuple)
-            require(
-                listed and all(isinstance(entry, ParallelPolicy) for entry in self.parallel),
-                "parallel",
-                "ParallelPolicy items",
-                self.parallel,
-            )
-            object.__setattr__(self, "parallel", tuple(self.parallel))
             self._check_parallel()
 
     def _check_parallel(self) -> None:

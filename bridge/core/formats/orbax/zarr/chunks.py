@@ -26,7 +26,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.core.formats.files.data_file import DataFile
-from bridge.core.formats.files.sink import Place
+from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.orbax.tree import leaf_name, storage_key
 from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
@@ -52,7 +52,7 @@ def process_store(item: Path, process: int) -> Path:
     return item / f"ocdbt.process_{process}"
 
 
-class ChunkStore:
+class ChunkStore(Sink):
     """The chunks of all arrays in one OCDBT store; see `Sink`.
 
     open_file: opens the store's data file; the caller syncs and closes it. complete: all chunks of the arrays will be
@@ -125,12 +125,6 @@ class ChunkStore:
         if data[layout.chunk_bytes :] != _trailer(layout, array_checksum(stored)):
             return None
         return stored.view(layout.dtype).reshape(layout.chunk)[tuple(map(slice, box.sizes))]
-
-    def remembered(self, info: TensorInfo, number: int) -> int:
-        return 0
-
-    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
-        pass
 
     def finish(self, sync: Callable[[], None]) -> None:
         """Write the index, so that everything written until now can be read. sync: brings the data file to disk."""

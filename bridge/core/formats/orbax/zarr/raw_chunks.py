@@ -17,7 +17,7 @@ import numpy as np
 
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
 from bridge.core.formats.orbax.zarr.values import StoredValues
-from bridge.core.formats.reading.source_files import FileArray, SourceFiles, Span
+from bridge.core.formats.reading.source_files import FileArray, Span
 from bridge.core.formats.tensors.arrays import extend, raw_bytes, strides_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums
 
@@ -34,6 +34,7 @@ class RawChunks:
         self, item: Path, values: StoredValues, layouts: Mapping[str, ArrayLayout], verify: bool
     ) -> None:
         self._item, self._values, self._layouts, self._verify = item, values, layouts, verify
+        self.files = values.files
         self._starts: dict[str, int] = {}
         self._verified: set[str] = set()
 
@@ -65,11 +66,6 @@ class RawChunks:
             self._compare(key, stop, crc, what)
         return source, lambda elements: None
 
-    @property
-    def files(self) -> SourceFiles:
-        """The files that chunks are in."""
-        return self._values.files
-
     def read_into(self, arrays: Sequence[tuple[ArrayLayout, memoryview]]) -> Sequence[Checksums | None]:
         """Read whole arrays that are one shard into memory of their size; None for an array that is not intact."""
         # The trailer is read together with the elements.
@@ -77,7 +73,7 @@ class RawChunks:
         return [
             self._compared(layout, target, piece.targets[1]) if read and piece is not None else None
             for read, piece, (layout, target) in zip(
-                self._values.read_into(pieces), pieces, arrays, strict=True
+                self.files.read_into(pieces), pieces, arrays, strict=True
             )
         ]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from bridge.core.formats.orbax.zarr.ocdbt import MANIFEST, NodeBudget, require_bounded_manifest
 from bridge.core.formats.reading.regular_files import is_kept_by_content
-from bridge.core.formats.reading.source_files import FileView, SourceFiles, Span
+from bridge.core.formats.reading.source_files import FileView, SourceFiles
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.wrapping import one_part
@@ -68,10 +68,6 @@ class StoredValues:
     def find(self, key: str) -> Place | None:
         """Where a value is; None if it is in no file."""
         return self._places.get(key)
-
-    def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
-        """Read values into memory; see `SourceFiles.read_into`."""
-        return self.files.read_into(pieces)
 
     def view(self, key: str, start: int, stop: int) -> FileView:
         """The file that holds a value, for bytes [start, stop) of the file."""
