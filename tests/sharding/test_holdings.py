@@ -111,7 +111,9 @@ def results() -> list[Viewed]:
     report = DiffReport(HOSTILE, "b", Tolerance(), (), missing, (), (), (), (), (), ())
     plan = make_plan("llama3-8b", "fsdp", 64, "torch", Workload())
     problems = (Problem(HOSTILE, HOSTILE),) * 500
-    verified = VerifyReport(HOSTILE, "dcp", True, True, 1, 1, 0, 8, 8, problems, (), (), 0.0)
+    verified = VerifyReport(
+        HOSTILE, "dcp", True, True, problems, 0.0, tensors=1, chunks=1, bytes=8, protected=8
+    )
     policy, batches = load_policy("fsdp"), (LargestBatch("torch", 2),)
     way = Way((HOSTILE,), policy, 10**9, 10**6, batches)
     finding = Finding(policy, 8, Workload(), HOSTILE, batches, (), False, (way,) * 500)

@@ -6,7 +6,7 @@ With a mapping, checkpoint `a` is translated into the names and layouts of `b` w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -116,11 +116,7 @@ def diff(
             *_objects(sides.reader_a, sides.plan, sides.reader_b, sides.left_out),
             sides.structure(),
             noise=None if noise is None else place_of(noise),
-            left_alone={
-                f"{reader.path}/{name}": why
-                for reader in as_stored
-                for name, why in left_alone(reader).items()
-            },
+            left_alone=_left_alone(as_stored),
         )
 
 
@@ -246,6 +242,10 @@ class _Sides:
         if self.table is not None:
             return ()
         return structure_differences(self.whole_a, self.plan, self.reader_b, self.left_out)
+
+
+def _left_alone(readers: Iterable[CheckpointReader]) -> dict[str, str]:
+    return {f"{reader.path}/{name}": why for reader in readers for name, why in left_alone(reader).items()}
 
 
 def _names(plan: TranslationPlan) -> set[str]:

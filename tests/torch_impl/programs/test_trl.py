@@ -118,4 +118,6 @@ def test_dpo_trains_beside_a_reference_model(ranks: RankGroup, tmp_path: Path) -
     for result in runs[0] + runs[1]:
         # The policy starts as the reference, so the first loss is the same for all data.
         assert result.losses.pop(0) == pytest.approx(0.6931, abs=1e-3)
-    assert_equal_runs(runs, learned=0.0)
+    # A loss depends on differences of sums of some 30 log-probabilities of about -4, which float32 rounds by 1e-5:
+    # on one processor the losses differed by 1.2e-6, while gradients' norms agreed to 4e-7.
+    assert_equal_runs(runs, learned=0.0, rounding=5e-6)
