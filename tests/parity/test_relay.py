@@ -575,7 +575,8 @@ def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Pa
     command = [*launcher, "-m", "bridge.relay.torch_leg", str(tmp_path / "leg" / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
-    report = (tmp_path / "leg" / "error-rank0").read_text()
+    # torchrun stops the other rank as soon as one has ended, perhaps before it wrote its error.
+    report = min((tmp_path / "leg").glob("error-rank*")).read_text()
     assert "expected 1 ranks as the relay file says, got 2 from the launcher" in report
 
 

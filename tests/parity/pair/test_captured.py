@@ -191,7 +191,7 @@ def test_a_damaged_trace_is_refused_by_name(tmp_path: Path, traces: Path, what: 
         torch_trace(mine, steps=0)
         compare_traces(mine, _jax_without_steps(tmp_path), mapping=TABLE)
     DAMAGES[what](mine)
-    with pytest.raises(TraceError, match="expected a trace") as error:
+    with pytest.raises(TraceError, match=r"expected an? (unchanged )?trace") as error:
         compare_traces(mine, traces / "jax", mapping=TABLE)
     assert str(mine) in str(error.value)
 

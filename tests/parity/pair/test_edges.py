@@ -184,13 +184,32 @@ def test_a_scanned_stack_against_layers(stacked: bool) -> None:
     assert {"layers/0/mlp", "layers/1/mlp"} <= {row.partner for row in report.stage("forward")}
 
 
+def partial_sums_are_rounded() -> bool:
+    """Whether torch's transposed convolution rounds overlapping products to float16 before it sums them.
+
+    It does on processors without float16 arithmetic, and then loses nearly twice as much as one rounding of the result.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 12, 8, 8, generator=generator).half()
+    weight = (torch.randn(12, 8, 4, 4, generator=generator) / 12).half()
+    exact = torch.nn.functional.conv_transpose2d(x.double(), weight.double(), stride=2)
+    computed = torch.nn.functional.conv_transpose2d(x, weight, stride=2).double()
+    return bool((computed - exact).norm() > 1.5 * (exact.half().double() - exact).norm())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["convnet", "convnet_train", "gemma2"])
 def test_layouts_statistics_and_tied_weights_in_every_dtype(name: str, dtype: str) -> None:
     pair = build(name, 0)
     report = compare_pair(pair, dtype=dtype, steps=1)
-    assert report.same, report.summary()
+    if not report.same and (name, dtype) == ("convnet_train", "float16") and partial_sums_are_rounded():
+        first = report.first_divergence
+        assert first is not None
+        assert first.name == "up", report.summary()
+        assert "torch loses" in report.summary()
+    else:
+        assert report.same, report.summary()
     if name.startswith("convnet"):
         (row,) = (row for row in report.stage("forward") if row.name == "stem.conv")
         assert row.layout.startswith("axes")
