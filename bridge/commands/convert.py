@@ -38,15 +38,6 @@ def convert(
         Literal["dcp", "orbax", "safetensors"] | None,
         typer.Option(case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            "--like",
-            metavar="TEMPLATE",
-            help="A checkpoint that the program saved that will restore DST, freshly initialised: DST gets exactly its "
-            "tree.",
-        ),
-    ] = None,
     mapping: MappingOptions,
     content: ContentOptions,
     run: RunOptions,
@@ -84,7 +75,7 @@ def convert(
         companions=content.companions,
         items=run.items,
         write_items=write_items,
-        like=like,
+        like=content.like,
         **translation,
     )
     with user_errors(json=json):

@@ -46,6 +46,14 @@ class ContentOptions(SelectionOptions):
             help="Copy config.json, tokenizer files and similar files next to SRC into DST.",
         ),
     ] = True
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="TEMPLATE",
+            help="A new checkpoint of the program that will restore DST: DST gets exactly its tree.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

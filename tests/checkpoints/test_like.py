@@ -30,7 +30,7 @@ def require_equal(a: TorchTraining | OptaxTraining, b: TorchTraining | OptaxTrai
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("file", ["dcp", "torch.pt"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
@@ -54,7 +54,7 @@ def test_optax_goes_on_where_torch_stopped(chain: Chain, layout: Layout, file: s
     require_equal(optax_side, torch_side)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("file", ["dcp", "torch.pt"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("chain", CHAINS, ids=str)

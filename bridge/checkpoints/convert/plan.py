@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.convert.template import template_at
+from bridge.checkpoints.convert.template import Fitted, Template, template_at
 from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
@@ -175,18 +174,10 @@ def planned(
                 # A part of a model may lack tensors that rules require, or that determine sizes.
                 table = with_stored_sizes(table, held).part()
         files = () if isinstance(whole, StoredReader) else tuple(whole.files())
-        filled: Mapping[str, str] = {}
-        if template is not None:
-            target = options.to or template.format
-            fitted = template.fitted(
-                reader, table, options.from_, options.into, target, options.optimizer_order
-            )
-            plan, reader, filled = fitted.plan, fitted.reader, fitted.filled
-            held = reader
-            casts = {**{glob.escape(name): dtype for name, dtype in fitted.dtypes.items()}, **casts}
-        else:
-            target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
-            plan = _translation(reader, target, table, options)
+        target = options.to or _usual_target(reader, template)
+        fitted = _fitted(reader, template, target, table, options)
+        plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts(), **casts}
+        held = held if template is None else reader
         outputs = apply_casts(plan.tensors.values(), casts)
         require_dtypes(whole, outputs.values(), target)
         kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
@@ -210,10 +201,29 @@ def planned(
             conventions=plan.conventions,
             remarks=plan.remarks,
             left_alone=unread,
-            filled=filled,
+            filled=fitted.filled,
         )
         planning.close()
         yield conversion, reader
+
+
+def _usual_target(reader: CheckpointReader, template: Template | None) -> Format:
+    if template is not None:
+        return template.format
+    return "dcp" if reader.format == "orbax" else "orbax"
+
+
+def _fitted(
+    reader: CheckpointReader,
+    template: Template | None,
+    target: Format,
+    table: MappingTable | None,
+    options: ConvertOptions,
+) -> Fitted:
+    """The translation, with the template's leaves if there is a template."""
+    if template is None:
+        return Fitted(_translation(reader, target, table, options), reader)
+    return template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
 
 
 def _translation(

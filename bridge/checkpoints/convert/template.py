@@ -13,6 +13,7 @@ The destination has exactly the template's leaves. The report names every leaf t
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from bridge.core.mapping.language.conventions import path_of_scales
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.instance import View
+from bridge.core.mapping.one_rule.scales import DecodedView
 from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan, joined_name
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
@@ -63,8 +65,12 @@ class Fitted:
 
     plan: TranslationPlan
     reader: CheckpointReader
-    dtypes: Mapping[str, np.dtype]
-    filled: Mapping[str, str]
+    dtypes: Mapping[str, np.dtype] = field(default_factory=dict)
+    filled: Mapping[str, str] = field(default_factory=dict)
+
+    def casts(self) -> dict[str, np.dtype]:
+        """Casts to the template's dtypes, by patterns that each match one name."""
+        return {glob.escape(name): dtype for name, dtype in self.dtypes.items()}
 
 
 @contextmanager
@@ -175,7 +181,7 @@ class _Fit:
         """Plan the destination's tensor at the path of the template's tensor ``own``."""
         name = joined_name(info.path, self.to)
         planned = self.plan.tensors.get(self._planned_name(info.path))
-        content: View | np.ndarray
+        content: View | DecodedView | np.ndarray
         if planned is None:
             step = self._step_at(info.path) if _is_count(info.path) and info.numel == 1 else None
             if step is None:
