@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bridge.commands.convert_options import ContentOptions, RunOptions
-from bridge.commands.convert_report import ASKED_FOR, names_of, print_result
+from bridge.commands.convert_report import ASKED_FOR, names_of, print_filled, print_result
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
@@ -154,6 +154,7 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
         "conventions": conversion.conventions,
         "remarks": conversion.remarks,
         "left_alone": conversion.left_alone,
+        "filled": conversion.filled,
     }
 
 
@@ -192,6 +193,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         print_line(out, f"{name} = {value!r}")
     for remark in conversion.remarks:
         print_line(out, f"note: {remark}")
+    print_filled(out, conversion.filled)
     if conversion.companions.files:
         print_line(out, f"files next to it: {some([*conversion.companions.files])}")
     print_left_alone(out, conversion.left_alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bridge.commands.grouping import grouped, print_left_alone
@@ -49,18 +50,14 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
     """Print the other facts: files copied along, rounded tensors, dropped names."""
     for remark in report.remarks:
         print_line(out, f"note: {remark}")
-    for line in grouped(report.filled.items()):
-        print_line(out, f"not in the source: {line}")
+    print_filled(out, report.filled)
     if report.companions:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:
         print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
-    folder = report.format == "safetensors" and not str(report.destination).endswith(".safetensors")
-    if (
-        folder
-        and names_of(report.conventions).endswith(("hf", "torch"))
-        and not (report.companions or report.kept)
-    ):
+    is_folder = report.format == "safetensors" and not str(report.destination).endswith(".safetensors")
+    of_transformers = report.conventions is not None and report.conventions[1] in ("hf", "torch")
+    if is_folder and of_transformers and not (report.companions or report.kept):
         print_line(
             out,
             "note: no config.json went along, and from_pretrained needs it: copy it and the tokenizer files into the "
@@ -82,3 +79,9 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
         print_line(out, f"warning: {line}")
     if report.dropped:
         print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, ASKED_FOR)}")
+
+
+def print_filled(out: Console, filled: Mapping[str, str]) -> None:
+    """Say which leaves of a template the source lacks, and what is in them."""
+    for line in grouped(filled.items()):
+        print_line(out, f"not in the source: {line}")

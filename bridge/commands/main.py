@@ -101,7 +101,7 @@ def _require_no_empty_argument() -> None:
 
 def main() -> None:
     """Entry point of the `twinshard` command."""
-    warnings.showwarning = lambda message, *_: print_line(Console(stderr=True), f"warning: {message}")
+    warnings.showwarning = lambda message, *_, **__: print_line(Console(stderr=True), f"warning: {message}")
     stop_on_signals()
     hide_logs_of_stores()
     # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.

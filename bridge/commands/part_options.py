@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 Engine = Literal["threads", "processes", "ray"]
-"""What runs a conversion."""
+"""The engines that run the parts of a conversion."""
 
 
 @dataclass(frozen=True)

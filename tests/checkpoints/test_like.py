@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
+import torch
 
-from bridge import CheckpointError, Selection, convert
+from bridge import CheckpointError, Selection, convert, diff
+from bridge.checkpoints.convert.plan import ConvertOptions, conversion_key, planned
+from bridge.checkpoints.jobs.cluster import convert_on
+from bridge.checkpoints.jobs.processes import Processes
 from bridge.core.formats import open_checkpoint
 from tests.support.bridge.torch_layouts import LAYOUTS, Layout
-from tests.support.bridge.trainings import CHAINS, MAPPING, Chain, OptaxTraining, TorchTraining
+from tests.support.bridge.trainings import CHAINS, MAPPING, RATE, Chain, OptaxTraining, TorchTraining, adamw
 
 BEFORE, AFTER = 3, 5
 
@@ -30,34 +40,40 @@ def require_equal(a: TorchTraining | OptaxTraining, b: TorchTraining | OptaxTrai
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("file", ["dcp", "torch.pt"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("chain", CHAINS, ids=str)
+CASES = [
+    pytest.mark.parametrize("file", ["dcp", "torch.pt"]),
+    pytest.mark.parametrize("layout", LAYOUTS, ids=str),
+    pytest.mark.parametrize("chain", CHAINS, ids=str),
+    pytest.mark.each_value,
+]
+
+
+def every_case(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in CASES:
+        test = mark(test)
+    return test
+
+
+def arrived(folder: Path, source: str, template: str, chain: Chain, layout: Layout) -> Path:
+    names = order(chain, layout, folder)
+    target = folder / "arrived"
+    convert(folder / source, target, mapping=MAPPING, like=folder / template, optimizer_order=names)
+    return target
+
+
+@every_case
 def test_optax_goes_on_where_torch_stopped(chain: Chain, layout: Layout, file: str, tmp_path: Path) -> None:
     torch_side = TorchTraining(chain, seed=1)
     torch_side.train(0, BEFORE)
     layout.write(torch_side.model, torch_side.optimizer, tmp_path / file)
     optax_side = OptaxTraining(chain, TorchTraining(chain, seed=2).weights())
     optax_side.save(tmp_path / "template")
-
-    convert(
-        tmp_path / file,
-        tmp_path / "arrived",
-        mapping=MAPPING,
-        like=tmp_path / "template",
-        optimizer_order=order(chain, layout, tmp_path),
-    )
-
-    optax_side.restore(tmp_path / "arrived")
+    optax_side.restore(arrived(tmp_path, file, "template", chain, layout))
     assert optax_side.train(BEFORE, AFTER) == pytest.approx(torch_side.train(BEFORE, AFTER), rel=1e-6)
     require_equal(optax_side, torch_side)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("file", ["dcp", "torch.pt"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("chain", CHAINS, ids=str)
+@every_case
 def test_torch_goes_on_where_optax_stopped(chain: Chain, layout: Layout, file: str, tmp_path: Path) -> None:
     torch_side = TorchTraining(chain, seed=1)
     optax_side = OptaxTraining(chain, torch_side.weights())
@@ -66,16 +82,8 @@ def test_torch_goes_on_where_optax_stopped(chain: Chain, layout: Layout, file: s
     # A torch optimizer has its state after its first step.
     torch_side.train(7, 1)
     layout.write(torch_side.model, torch_side.optimizer, tmp_path / file)
-
-    convert(
-        tmp_path / "optax",
-        tmp_path / "arrived",
-        mapping=MAPPING,
-        like=tmp_path / file,
-        optimizer_order=order(chain, layout, tmp_path),
-    )
-
-    layout.read(torch_side.model, torch_side.optimizer, tmp_path / "arrived")
+    path = arrived(tmp_path, "optax", file, chain, layout)
+    layout.read(torch_side.model, torch_side.optimizer, path)
     assert torch_side.train(BEFORE, AFTER) == pytest.approx(optax_side.train(BEFORE, AFTER), rel=1e-6)
     require_equal(torch_side, optax_side)
 
@@ -113,6 +121,16 @@ def test_a_state_that_begins_anew_keeps_its_count(tmp_path: Path) -> None:
     assert report.filled["opt_state/0/count"] == "as in the template"
     with open_checkpoint(tmp_path / "arrived") as arrived:
         assert arrived.read("opt_state/0/count") == 0
+
+
+def test_the_count_of_another_part_of_the_chain_that_begins_anew_stays(tmp_path: Path) -> None:
+    source, _ = saved(tmp_path)
+    other = dataclasses.replace(CHAINS[0], optax=lambda: optax.chain(adamw(), optax.ema(0.9)))
+    side = OptaxTraining(other, TorchTraining(other, seed=2).weights())
+    side.save(tmp_path / "template")
+    convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "template")
+    side.restore(tmp_path / "arrived")
+    assert [int(side.state[0][0].count), int(side.state[1].count)] == [BEFORE, 0]
 
 
 def test_a_weight_without_a_place_is_refused(tmp_path: Path) -> None:
@@ -163,6 +181,128 @@ def test_equal_names_need_no_mapping(tmp_path: Path) -> None:
     other = OptaxTraining(CHAINS[2], side.weights())
     other.restore(source)
     require_equal(side, other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (optax.lion(RATE), "optax.lion or optax.contrib.muon"),
+        (optax.amsgrad(RATE), "optax.amsgrad .nu_max"),
+        (optax.adafactor(RATE), "optax.adafactor .v"),
+    ],
+    ids=["lion", "amsgrad", "adafactor"],
+)
+def test_a_state_of_another_optimizer_in_optax_is_refused(
+    optimizer: optax.GradientTransformation, words: str, tmp_path: Path
+) -> None:
+    source, _ = saved(tmp_path)
+    other = dataclasses.replace(CHAINS[0], optax=lambda: optimizer)
+    OptaxTraining(other, TorchTraining(other, seed=1).weights()).save(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=f"{words}.*--weights-only"):
+        convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "other")
+    only = Selection(weights_only=True)
+    assert convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "other", selection=only)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.NAdam, "NAdam .mu_product"),
+        (
+            functools.partial(torch.optim.AdamW, amsgrad=True),
+            "max_exp_avg_sq as in the template, got exp_avg, exp_avg_sq",
+        ),
+    ],
+    ids=["NAdam", "amsgrad"],
+)
+def test_a_state_of_another_optimizer_in_torch_is_refused(
+    optimizer: Callable[..., torch.optim.Optimizer], words: str, tmp_path: Path
+) -> None:
+    source, _ = saved(tmp_path)
+    other = TorchTraining(dataclasses.replace(CHAINS[0], torch=optimizer), seed=1)
+    other.train(0, 1)
+    LAYOUTS[0].write(other.model, other.optimizer, tmp_path / "other")
+    with pytest.raises(CheckpointError, match=f"{words}.*--weights-only"):
+        convert(source, tmp_path / "arrived", like=tmp_path / "other")
+
+
+def test_the_template_is_not_written_over(tmp_path: Path) -> None:
+    source, template = saved(tmp_path)
+    with pytest.raises(CheckpointError, match="a file of the template"):
+        convert(source, template, mapping=MAPPING, like=template, replace=True)
+
+
+def test_another_template_is_another_conversion(tmp_path: Path) -> None:
+    source, template = saved(tmp_path, CHAINS[1])
+    keys = []
+    for seed in (2, 3):
+        shutil.rmtree(template)
+        OptaxTraining(CHAINS[1], TorchTraining(CHAINS[1], seed).weights()).save(template)
+        with planned(source, ConvertOptions(mapping=MAPPING, like=template)) as (conversion, _):
+            keys.append(conversion_key(source, conversion))
+    assert keys[0] != keys[1]
+    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"template"}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("int64", "float64"), ("float64", "int64"), ("int32", "int64")])
+def test_another_kind_of_dtype_is_refused(theirs: str, ours: str, tmp_path: Path) -> None:
+    training = TorchTraining(CHAINS[0], seed=1)
+    weights = training.model.state_dict()
+    weights["first.bias"] = weights["first.bias"].to(getattr(torch, ours))
+    torch.save(weights, tmp_path / "weights.pt")
+    side = OptaxTraining(CHAINS[0], training.weights())
+    side.params["first"]["bias"] = side.params["first"]["bias"].astype(theirs)
+    side.save(tmp_path / "template")
+    expected = f"params/first/bias: expected dtype {theirs} as in the template, got {ours}"
+    with pytest.raises(CheckpointError, match=expected):
+        convert(tmp_path / "weights.pt", tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "template")
+
+
+def test_values_are_rounded_to_the_templates_dtype(tmp_path: Path) -> None:
+    source, _ = saved(tmp_path)
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=1).weights())
+    side.params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), side.params)
+    side.save(tmp_path / "narrow")
+    convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "narrow")
+    with open_checkpoint(source) as before, open_checkpoint(tmp_path / "arrived") as after:
+        expected = before.read("model.first.bias").astype(jnp.bfloat16)
+        np.testing.assert_array_equal(after.read("params/first/bias"), expected)
+        assert after.tensors["opt_state/0/mu/first/bias"].dtype == np.float64
+
+
+def test_random_state_and_a_number_of_the_programs_stay_its_own(tmp_path: Path) -> None:
+    """Counts of random streams are no steps; a step that is a Python number stays one."""
+    source, _ = saved(tmp_path)
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=2).weights())
+    program = {"params": side.params, "opt_state": side.state, "step": 0}
+    program["data"] = {"count": jnp.uint32(7)}
+    program["rngs"] = {"params": {"count": jnp.uint32(9), "key": jax.random.key(5)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "program", program)
+    report = convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "program")
+    assert report.filled == {
+        "data/count": "as in the template",
+        "rngs/params/count": "as in the template",
+        "rngs/params/key": "as in the template",
+        "step": "the source's step, 3",
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "arrived", program)
+    assert (restored["step"], type(restored["step"])) == (3, int)
+    assert restored["rngs"]["params"]["count"] == 9
+    assert (
+        jax.random.key_data(restored["rngs"]["params"]["key"]).tolist()
+        == jax.random.key_data(jax.random.key(5)).tolist()
+    )
+
+
+def test_parts_in_processes_have_the_template(tmp_path: Path) -> None:
+    source, template = saved(tmp_path, CHAINS[1])
+    options = ConvertOptions(mapping=MAPPING, like=template)
+    report = convert_on(Processes(2), source, tmp_path / "parts", options, parts=2)
+    whole = convert(source, tmp_path / "whole", mapping=MAPPING, like=template)
+    assert report.filled == whole.filled
+    assert diff(tmp_path / "parts", tmp_path / "whole").max_ulp == 0
 
 
 def order(chain: Chain, layout: Layout, folder: Path) -> str | None:

@@ -90,14 +90,14 @@ class ColwiseLinear(ComputesOnParts):
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` in the region, entered once for all siblings, so the sum of their gradients takes one all-reduce."""
-        group, beside = self._cut.group, vars(self._cut.around)
-        before, differentiable = beside.get(_ENTERED), torch.is_grad_enabled() and x.requires_grad
+        group, attributes = self._cut.group, vars(self._cut.around)
+        before, differentiable = attributes.get(_ENTERED), torch.is_grad_enabled() and x.requires_grad
         if before is not None and before[0] is x and before[1].requires_grad == differentiable:
             return before[1]
         entered = regions.enter(x, group)
         # Kept until the rowwise module that ends the region.
         if not self._cut.gathers:
-            beside[_ENTERED] = x, entered
+            attributes[_ENTERED] = x, entered
         return entered
 
 

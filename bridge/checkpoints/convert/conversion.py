@@ -159,18 +159,19 @@ def require_place(source: Path | str, destination: Path, replace_it: bool) -> No
         require_replaceable(destination)
 
 
-def require_untouched(sources: Sequence[Path], destination: Path) -> None:
-    """Refuse a destination that is one of the source's files, or contains one: indexes and links lead anywhere."""
+def require_untouched(conversion: Conversion, destination: Path) -> None:
+    """Refuse a destination that is or contains a file of source or template: indexes and links lead anywhere."""
     if not os.path.lexists(destination):
         return
     real = Path(os.path.realpath(destination))
-    for source in sources:
-        file = Path(os.path.realpath(source))
-        if real == file or real in file.parents:
-            raise CheckpointError(
-                f"{destination} is or contains {source}, a file of the source: expected a destination outside the "
-                "source"
-            )
+    for owner, files in (("source", conversion.files), ("template", conversion.template_files)):
+        for path in files:
+            file = Path(os.path.realpath(path))
+            if real == file or real in file.parents:
+                raise CheckpointError(
+                    f"{destination} is or contains {path}, a file of the {owner}: expected a destination outside the "
+                    f"{owner}"
+                )
 
 
 def require_apart(source: Path | str, destination: Path) -> None:
@@ -327,7 +328,7 @@ def _convert(
     with planned(source, options) as (conversion, reader):
         if isinstance(destination, Path):
             require_place(source, destination, replace)
-            require_untouched(conversion.files, destination)
+            require_untouched(conversion, destination)
         attempt = Attempt(
             require_replaceable if replace else None,
             conversion_key(source, conversion, options.write_items),

@@ -55,7 +55,8 @@ class ConvertOptions:
     and the like. dequantize: decode MXFP4 weights and float8 weights with scales of blocks to bfloat16, see
     `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
     each become an item of an Orbax destination. optimizer_order: the meaning of torch's numbers in optimizer states:
-    "model", or a file with one weight's name on each line, see `numbered_states.py`.
+    "model", or a file with one weight's name on each line, see `numbered_states.py`. like: a checkpoint that the
+    destination's program saved; the destination gets exactly its tree, see `template.py`.
     """
 
     to: Format | None = None
@@ -100,6 +101,7 @@ class Conversion:
     calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
     filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
+    template_files: like files, and template_digest: like digest, of the template; empty without one.
     """
 
     source: Path | str
@@ -117,6 +119,8 @@ class Conversion:
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
+    template_files: tuple[Path, ...] = ()
+    template_digest: str = ""
 
     @cached_property
     def nbytes(self) -> int:
@@ -150,10 +154,7 @@ def planned(
 
     Raises the errors of `convert` about source, mapping, selection and casts.
     """
-    table = None
-    if options.concern_a_mapping:
-        table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
-    casts = parse_casts(options.casts)
+    table, casts = _table_of(options), parse_casts(options.casts)
     with (
         ExitStack() as planning,
         open_checkpoint(source, verify=options.verify, items=options.items) as whole,
@@ -173,7 +174,8 @@ def planned(
             if table is not None:
                 # A part of a model may lack tensors that rules require, or that determine sizes.
                 table = with_stored_sizes(table, held).part()
-        files = () if isinstance(whole, StoredReader) else tuple(whole.files())
+        files, digest = _files_of(whole)
+        own_files, own_digest = ((), "") if template is None else _files_of(template.reader)
         target = options.to or _usual_target(reader, template)
         fitted = _fitted(reader, template, target, table, options)
         plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts(), **casts}
@@ -190,7 +192,7 @@ def planned(
             place_of(source),
             reader.format,
             files,
-            whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
+            digest,
             target,
             outputs,
             objects,
@@ -202,9 +204,25 @@ def planned(
             remarks=plan.remarks,
             left_alone=unread,
             filled=fitted.filled,
+            template_files=own_files,
+            template_digest=own_digest,
         )
         planning.close()
         yield conversion, reader
+
+
+def _table_of(options: ConvertOptions) -> MappingTable | None:
+    if not options.concern_a_mapping:
+        return None
+    return mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
+
+
+def _files_of(reader: CheckpointReader) -> tuple[tuple[Path, ...], str]:
+    """The files of an opened checkpoint, none if they are in a store, and their digest."""
+    if isinstance(reader, StoredReader):
+        return (), reader.fingerprint
+    files = tuple(reader.files())
+    return files, digest_of(files)
 
 
 def _usual_target(reader: CheckpointReader, template: Template | None) -> Format:
@@ -246,7 +264,9 @@ def conversion_key(
     source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
 ) -> dict[str, str]:
     """The identity of a conversion: conversions with equal keys write the same bytes."""
+    template = {"template": conversion.template_digest} if conversion.template_digest else {}
     return {
+        **template,
         "source": source if isinstance(source, str) else os.path.abspath(source),
         "files": conversion.digest,
         "format": conversion.format,
@@ -257,12 +277,16 @@ def conversion_key(
 
 
 def require_unchanged(conversion: Conversion) -> None:
-    """CheckpointError if the source has changed since the conversion was planned."""
-    if conversion.files and digest_of(conversion.files) != conversion.digest:
-        raise CheckpointError(
-            f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
-            "two; convert it again when its writer has finished"
-        )
+    """CheckpointError if the source or the template has changed since the conversion was planned."""
+    for place, files, digest in (
+        (conversion.source, conversion.files, conversion.digest),
+        ("the template", conversion.template_files, conversion.template_digest),
+    ):
+        if files and digest_of(files) != digest:
+            raise CheckpointError(
+                f"{place} was changed while it was being converted: expected one checkpoint, found parts of two; "
+                "convert it again when its writer has finished"
+            )
 
 
 def digest_of(files: Sequence[Path]) -> str:

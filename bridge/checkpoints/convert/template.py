@@ -22,12 +22,20 @@ from functools import cached_property
 
 import numpy as np
 
+from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
 from bridge.checkpoints.ground.selection import STATE_ROOTS
 from bridge.core.formats import Format, format_named, open_checkpoint
-from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    TensorInfo,
+    TreePath,
+    is_whole,
+)
 from bridge.core.formats.tensors.leaves import LEAVES, empty_kind, kinds_of
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
-from bridge.core.mapping.language.conventions import path_of_scales
+from bridge.core.mapping.language.conventions import MOMENTS, WORDS, Section, path_of_scales
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.instance import View
@@ -38,7 +46,8 @@ from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
 from bridge.core.mapping.states.equal_names import SOURCE, TARGET, table_of_equal_names
 from bridge.core.mapping.states.notes import PLACES, kind_of
 from bridge.core.mapping.states.numbered_states import NamedStates, with_named_states
-from bridge.core.mapping.states.source_tree import find
+from bridge.core.mapping.states.optimizers import refused, remarks
+from bridge.core.mapping.states.source_tree import NameIndex, find
 from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.text import first_of
 
@@ -47,6 +56,12 @@ _OWN = "template:"
 
 _STEPS = frozenset({"step", "count", "gradient_step"})
 """Last keys of step counts: of torch, optax and MaxText; ``gradient_step`` of ``optax.MultiSteps``."""
+
+_ROOTS_OF_STEPS = OPTIMIZER_KEYS | {"step", "state", "param_groups", "train", "train_state"}
+"""First keys above step counts: elsewhere, as in random state, a count counts something else."""
+
+_MOMENT_OF: Mapping[str, Section] = {WORDS[moment]: moment for moment in MOMENTS} | {m: m for m in MOMENTS}
+"""Moments by the key that optax and torch give them."""
 
 _LISTS = frozenset({"params", "param_names"})
 """Keys of torch's parameter groups that only tell which weights a group has."""
@@ -115,7 +130,18 @@ class Template:
         named = with_named_states(with_step_tensors(self.reader), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
-        plan = plan if translated else dataclasses.replace(plan, conventions=None)
+        assert plan.conventions is not None  # it has a mapping
+        told = plan.remarks
+        if any(_moment_of(tensor.path) for tensor in plan.tensors.values()):
+            # The template's state is read as strictly as a source's: its names may mean other values.
+            convention = table.conventions[plan.conventions[0]]
+            index = NameIndex(table.rules, tree.convention.name, moments=True)
+            if problems := refused(named, named.object_paths, tree, convention, index).problems:
+                raise CheckpointError("\n".join(problems))
+            told = (*told, *remarks(named, named.object_paths, tree, convention, ()))
+        plan = dataclasses.replace(
+            plan, conventions=plan.conventions if translated else None, remarks=tuple(dict.fromkeys(told))
+        )
         return _Fit(source, self.reader, named, plan, to).fitted()
 
 
@@ -167,6 +193,7 @@ class _Fit:
             if path not in (LEAVES, PLACES):
                 self._object(own, path)
         dropped = (*self.plan.dropped, *self._without_place())
+        self._require_equal_moments()
         if self.problems:
             raise CheckpointError(
                 f"{self.source.path} does not fit the template {self.template.path}: "
@@ -196,7 +223,13 @@ class _Fit:
                 self.problems.append(
                     f"{name}: expected shape {list(info.shape)} as in the template, got {list(planned.shape)}"
                 )
-            if planned.dtype != info.dtype:
+            if kind_of_dtype(planned.dtype) != kind_of_dtype(info.dtype) or (
+                planned.dtype != info.dtype and is_whole(info.dtype)
+            ):
+                self.problems.append(
+                    f"{name}: expected dtype {info.dtype.name} as in the template, got {planned.dtype.name}"
+                )
+            elif planned.dtype != info.dtype:
                 self.dtypes[name] = info.dtype
         self.tensors[name] = PlannedTensor(name, info.path, content)
 
@@ -239,7 +272,7 @@ class _Fit:
                 continue
             if tensor.path in scales:
                 self.tensors[name] = tensor
-            elif str(tensor.path[0]).partition(".")[0] not in STATE_ROOTS:
+            elif _moment_of(tensor.path) is None and _root(tensor.path) not in STATE_ROOTS:
                 self.problems.append(
                     f"{name}: expected a place in the template for the weight {first_of(tensor.sources)}, found none; "
                     "leave it out (--drop) if the other program has no such weight"
@@ -258,9 +291,29 @@ class _Fit:
                 yield old
         self.notes |= {name: note for name, note in self.plan.notes.items() if note[0] == PLACES}
 
+    def _require_equal_moments(self) -> None:
+        """Note each weight of which source and template have different moments: they are of different optimizers."""
+        sides: tuple[dict[TreePath, set[str]], ...] = ({}, {})
+        paths = (tensor.path for tensor in self.plan.tensors.values())
+        own_paths = (self._planned_path(info.path) for info in self.template.tensors.values())
+        for owners, of_side in zip(sides, (paths, own_paths), strict=True):
+            for path in of_side:
+                if (moment := _moment_of(path)) is not None:
+                    owners.setdefault(moment[0], set()).add(moment[1])
+        ours, theirs = sides
+        self.problems += [
+            f"{'.'.join(map(str, owner))}: expected the optimizer's state {', '.join(sorted(theirs[owner]))} as in the "
+            f"template, got {', '.join(sorted(moments))}: another optimizer; leave its state out (--weights-only)"
+            for owner, moments in ours.items()
+            if moments != theirs.get(owner, moments)
+        ]
+
+    def _planned_path(self, path: TreePath) -> TreePath:
+        """The path in the plan of a leaf of the template, which may number its weights."""
+        return self.named.renamed(path) if isinstance(self.named, NamedStates) else path
+
     def _planned_name(self, path: TreePath) -> str:
-        """The name in the plan of a leaf of the template."""
-        return joined_name(self.named.renamed(path) if isinstance(self.named, NamedStates) else path, self.to)
+        return joined_name(self._planned_path(path), self.to)
 
     def _value(self, tensor: PlannedTensor) -> float:
         return float(tensor.read(self.source, Box.whole(tensor.shape)).item())
@@ -294,6 +347,19 @@ class _Fit:
         return {name: value for value, name in values.items()}
 
 
+def _root(path: TreePath) -> str:
+    return str(path[0]).partition(".")[0]
+
+
 def _is_count(path: TreePath) -> bool:
     last = path[-2] if len(path) > 1 and path[-1] == "value" else path[-1]
-    return str(last).rpartition(".")[2] in _STEPS
+    return str(last).rpartition(".")[2] in _STEPS and _root(path) in _ROOTS_OF_STEPS
+
+
+def _moment_of(path: TreePath) -> tuple[TreePath, Section] | None:
+    """What a moment belongs to, as its path without the moment's key, and the moment; None for other tensors."""
+    keys = tuple(part for key in path for part in str(key).split("."))
+    if keys[0] not in OPTIMIZER_KEYS and "state" not in keys:
+        return None
+    place = next((k for k in reversed(range(len(keys))) if keys[k] in _MOMENT_OF), None)
+    return None if place is None else ((*keys[:place], *keys[place + 1 :]), _MOMENT_OF[keys[place]])

@@ -108,7 +108,7 @@ def convert_part(
         resumed, overflowed, was_there = 0, {}, True
         if not stage.committed():
             require_place(source, destination, replace)
-            require_untouched(conversion.files, destination)
+            require_untouched(conversion, destination)
             require_names(destination, conversion.format, _leaves(conversion))
             stage.create(plan)
             if not stage.part(part).is_dir():
@@ -163,7 +163,7 @@ def commit_parts(
         stage = _found_stage(source, destination, conversion, parts)
         if not stage.committed():
             require_place(source, destination, replace)
-            require_untouched(conversion.files, destination)
+            require_untouched(conversion, destination)
             if stage.missing:
                 raise CheckpointError(_missing(stage))
         notes = _commit(conversion, stage, replace)

@@ -53,9 +53,9 @@ class Event(Enum):
     ABANDON = auto()
 
 
-# It refuses transitions that would free weights under a reader, or leave weights that nobody frees. "same" means that
-# the phase does not change. Begins are legal in any phase, since no order is required; ends only after something has
-# begun. While a forward of the module runs, every other event must leave it its weights.
+# The table lacks transitions that would free weights under a reader, or leave weights that nobody frees. "same" means
+# that the phase does not change. Begins are legal in any phase, since no order is required; ends only after something
+# has begun. While a forward of the module runs, every other event must leave it its weights.
 TABLE = """
     event              from                                         to          when
     UNSHARD            REST, UNSHARDED, KEPT                        UNSHARDED   called by the program

@@ -282,7 +282,10 @@ class _Planner:
     def _chain(
         self, outputs: Mapping[Section, Mapping[str, View]], taken: Sequence[TreePath]
     ) -> tuple[dict[TreePath, object], str]:
-        """Empty parts of an optax chain, and which optimizer it fits; nothing if a checkpoint records its chain."""
+        """Empty parts of an optax chain, and which optimizer it fits; nothing if the chain is known.
+
+        It is known if a checkpoint records it, or if the target is a tree that exists.
+        """
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual or self.wanted:
             return {}, ""
