@@ -13,6 +13,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -246,3 +247,23 @@ def test_the_glossary_is_in_order_and_each_word_has_its_file() -> None:
     words = [line.split("**")[1] for line in entries]
     assert words == sorted(set(words))
     assert [line for line in entries if "](../" not in line] == []
+
+
+# Files that a reader meets, by path through the running code.
+MOST_FILES_OF_A_WALK = {
+    "torch": {"torch: backward": 12, "torch: optimizer.step": 7},
+    "jax": {"jax: first step": 33, "jax: later step": 7},
+    "convert": {"convert": 40},
+    "parity": {"parity": 48},
+    "plan": {"plan: first": 40, "plan: second": 40},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", MOST_FILES_OF_A_WALK)
+def test_a_reader_follows_a_call_through_few_files(walk: str) -> None:
+    command = [sys.executable, "-m", "tests.support.walks", walk]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    counts = re.findall(r"^(\S.*?) +(\d+) files", output, re.M)
+    assert [name for name, _ in counts] == [*MOST_FILES_OF_A_WALK[walk]], output
+    assert all(int(count) <= MOST_FILES_OF_A_WALK[walk][name] for name, count in counts), output

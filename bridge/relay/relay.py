@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.extras import install_advice, installed_versions, why_no_pictures
-from bridge.core.progress import is_watched
+from bridge.core.long_calls import is_watched
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
 from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references

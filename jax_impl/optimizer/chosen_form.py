@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import optax
 
-from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.long_calls import collection_paused
 from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, taking_loss
 from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
 

@@ -29,6 +29,7 @@ from bridge.core.formats.tensors.leaves import LEAVES
 from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.formats.whole.step_paths import Step, each_at_step
+from bridge.core.long_calls import Follow, followed
 from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
@@ -40,7 +41,6 @@ from bridge.core.mapping.states.notes import PLACES
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
-from bridge.core.progress import Follow, followed
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which describe the checkpoint."""

@@ -34,13 +34,12 @@ from bridge.core.formats.stores.store import is_url, local_path, place_of, witho
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
 from bridge.core.formats.tensors.boxes import REGION_BYTES
-from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.formats.whole.step_paths import Step, at_step
+from bridge.core.long_calls import Follow, collection_paused, followed
 from bridge.core.mapping.language.rules import MappingLike
 from bridge.core.mapping.language.table import Tied
-from bridge.core.progress import Follow, followed
 from bridge.core.text import human_bytes
 from bridge.core.views import Viewed
 

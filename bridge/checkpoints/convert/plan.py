@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from bridge.core.formats import Format, format_named, open_checkpoint
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
-from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.leaves import LEAVES
 from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.whole.companions import (
@@ -30,6 +29,7 @@ from bridge.core.formats.whole.companions import (
     left_alone,
 )
 from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.long_calls import collection_paused
 from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
@@ -158,7 +158,7 @@ def planned(
     with (
         ExitStack() as planning,
         open_checkpoint(source, verify=options.verify, items=options.items) as whole,
-        template_at(options.like) as template,
+        template_at(options.like) if options.like else nullcontext() as template,
     ):
         planning.enter_context(collection_paused())
         reader = held = checked(whole) if options.verify else whole
@@ -178,7 +178,7 @@ def planned(
         own_files, own_digest = ((), "") if template is None else _files_of(template.reader)
         target = options.to or _usual_target(reader, template)
         fitted = _fitted(reader, template, target, table, options)
-        plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts(), **casts}
+        plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts, **casts}
         held = held if template is None else reader
         outputs = apply_casts(plan.tensors.values(), casts)
         require_dtypes(whole, outputs.values(), target)

@@ -74,26 +74,19 @@ _UNCHANGED = "as in the template"
 class Fitted:
     """A plan with exactly the template's leaves, and the reader that has them and the source's.
 
-    dtypes: the template's, by name in the destination, where they differ from the source's. filled: by name in the
-    destination, the content of each leaf that the source lacks.
+    casts: to the template's dtypes where the source's differ, by patterns that each match one name. filled: by name in
+    the destination, the content of each leaf that the source lacks.
     """
 
     plan: TranslationPlan
     reader: CheckpointReader
-    dtypes: Mapping[str, np.dtype] = field(default_factory=dict)
+    casts: Mapping[str, np.dtype] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
-
-    def casts(self) -> dict[str, np.dtype]:
-        """Casts to the template's dtypes, by patterns that each match one name."""
-        return {glob.escape(name): dtype for name, dtype in self.dtypes.items()}
 
 
 @contextmanager
-def template_at(path: str | os.PathLike[str] | None) -> Iterator[Template | None]:
-    """The opened template, until the end of the block; None without a path."""
-    if path is None:
-        yield None
-        return
+def template_at(path: str | os.PathLike[str]) -> Iterator[Template]:
+    """The opened template, until the end of the block."""
     with open_checkpoint(path) as reader:
         yield Template(reader)
 
@@ -182,7 +175,7 @@ class _Fit:
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
     objects: dict[str, tuple[TreePath, str]] = field(default_factory=dict)
     notes: dict[str, tuple[TreePath, object]] = field(default_factory=dict)
-    dtypes: dict[str, np.dtype] = field(default_factory=dict)
+    casts: dict[str, np.dtype] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -202,7 +195,7 @@ class _Fit:
         plan = dataclasses.replace(
             self.plan, tensors=self.tensors, objects=self.objects, notes=self.notes, dropped=dropped
         )
-        return Fitted(plan, _BothReader(self.source, self.template), self.dtypes, self.filled)
+        return Fitted(plan, _BothReader(self.source, self.template), self.casts, self.filled)
 
     def _tensor(self, own: str, info: TensorInfo) -> None:
         """Plan the destination's tensor at the path of the template's tensor ``own``."""
@@ -230,7 +223,7 @@ class _Fit:
                     f"{name}: expected dtype {info.dtype.name} as in the template, got {planned.dtype.name}"
                 )
             elif planned.dtype != info.dtype:
-                self.dtypes[name] = info.dtype
+                self.casts[glob.escape(name)] = info.dtype
         self.tensors[name] = PlannedTensor(name, info.path, content)
 
     def _count(self, name: str, value: float, info: TensorInfo) -> np.ndarray:

@@ -47,7 +47,7 @@ from bridge.core.formats.tensors.wrapping import damage_noted
 from bridge.core.formats.whole.companions import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.composite import parts_of
 from bridge.core.formats.whole.step_paths import Step, at_step
-from bridge.core.progress import Follow, followed
+from bridge.core.long_calls import Follow, followed
 
 
 def verify(

@@ -34,10 +34,10 @@ from bridge.core.formats.tensors.base import (
     dtype_name,
 )
 from bridge.core.formats.tensors.boxes import check_coverage
-from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
 from bridge.core.formats.whole.read_only import directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
+from bridge.core.long_calls import collection_paused
 from bridge.core.text import first_of
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.long_calls import Follow, followed
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
-from bridge.core.progress import Follow, followed
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.trace import TraceError, TraceSide, write_trace
 from bridge.parity.report_page.report import ParityReport

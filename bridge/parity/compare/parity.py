@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from bridge.core.extras import installed_versions
+from bridge.core.long_calls import Follow, followed
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
-from bridge.core.progress import Follow, followed
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.align import match_leaves
 from bridge.parity.recorded.recording import Leaves, Side, checked_dtype, probe_values

@@ -12,12 +12,12 @@ import numpy as np
 from bridge.core.extras import why_no_pictures
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.tensors.base import Box
+from bridge.core.long_calls import Follow
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.language.rules import mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.source_tree import find
-from bridge.core.progress import Follow
 from bridge.core.text import first_of
 from bridge.parity.compare.parity import parity, sides_of
 from bridge.parity.compare.run_file import RunFile, RunFileError

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bridge.core.progress import Follow, followed
+from bridge.core.long_calls import Follow, followed
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.text import human_bytes
 from bridge.core.views import Viewed

@@ -30,8 +30,8 @@ from bridge.core.formats.dcp.pickle_machine import (
 )
 from bridge.core.formats.dcp.pickle_records import GETATTR, ORDERED_DICT, Call, Instance, Name, Vocabulary
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.plain import MAX_NODES
+from bridge.core.long_calls import collection_paused
 
 _LONGEST: Final = 1024
 _MOST_KINDS: Final = 4096

@@ -15,8 +15,8 @@ from bridge.core.formats.files.sink import Sink
 from bridge.core.formats.stores.folder import StoreFolder
 from bridge.core.formats.tensors.base import Box, CheckpointError, Elements, Fill, TensorInfo, TreePath
 from bridge.core.formats.tensors.boxes import default_chunk_shape, grid_of_chunks
-from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.leaves import LEAVES
+from bridge.core.long_calls import collection_paused
 
 
 class RecordedChunks(ABC):

@@ -58,7 +58,7 @@ from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.core.formats.tensors.boxes import grid_of_chunks
-from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.long_calls import collection_paused
 
 
 class OrbaxPart(RecordedChunks):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bridge.core.progress as progress
+import bridge.core.long_calls as progress
 from bridge.core.formats import create_checkpoint
 from twinshard import convert
 

@@ -1,10 +1,12 @@
-"""Progress of long calls, shown at a terminal or in a notebook."""
+"""What long calls share: their progress at a terminal or in a notebook, and a pause of the search for cycles."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,11 @@ from typing import Any, Literal
 Follow = Callable[..., None] | Literal[False] | None
 """The caller's function, False for silence, or None for a bar of tqdm."""
 _DELAY = 1.0  # Seconds. A call that ends earlier shows no bar.
+
+# The switch is per process: the last of several users turns it on again.
+_gc_lock = threading.Lock()
+_gc_users = 0
+_gc_resume = False
 
 
 def is_watched() -> bool:
@@ -54,3 +61,25 @@ def followed(title: str, progress: Follow) -> Iterator[Callable[..., None] | Non
             bar.update(1 if done is None else done - bar.n)
 
         yield tell
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """While active, no search for reference cycles. For seconds, not hours: other code may create cycles.
+
+    Tensor descriptions survive anyway. Scanning them again and again took a fifth of the time for many small tensors,
+    and tripled the time for reading a pickle.
+    """
+    global _gc_users, _gc_resume
+    with _gc_lock:
+        if not _gc_users:
+            _gc_resume = gc.isenabled()
+            gc.disable()
+        _gc_users += 1
+    try:
+        yield
+    finally:
+        with _gc_lock:
+            _gc_users -= 1
+            if not _gc_users and _gc_resume:
+                gc.enable()
