@@ -22,7 +22,7 @@ from bridge.commands.output import Console, byte_progress, print_json, print_lin
 from bridge.commands.parents import ask_for_parents, missing_parent, place_here
 from bridge.commands.part_options import PartOptions
 from bridge.commands.stopping import leaving
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.convert.plan import Conversion, ConvertOptions
@@ -205,8 +205,9 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
-        f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
-        f"would be written{', replacing what is there' if there else ''}{names_of(conversion.conventions)}",
+        f"{counted(len(conversion.outputs), 'tensor')}, {counted(len(conversion.objects), 'object')}, "
+        f"{human_bytes(conversion.nbytes)} would be written"
+        f"{', replacing what is there' if there else ''}{names_of(conversion.conventions)}",
     )
     if (missing := missing_parent(destination)) is not None:
         print_line(out, f"{missing} does not exist: the command would ask first, and --parents creates it")

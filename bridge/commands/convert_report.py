@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import some
 from bridge.commands.output import Console, print_json, print_line
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.convert.conversion import ConvertReport
@@ -26,7 +26,7 @@ def print_result(report: ConvertReport, json: bool) -> None:
     print_line(
         out,
         f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
-        f"{report.tensors} tensors, {report.objects} objects, "
+        f"{counted(report.tensors, 'tensor')}, {counted(report.objects, 'object')}, "
         f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}{names_of(report.conventions)}",
     )
     print_remarks(out, report)

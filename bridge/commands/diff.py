@@ -20,6 +20,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
+from bridge.core.text import counted
 
 if TYPE_CHECKING:
     from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
@@ -236,8 +237,9 @@ def _print_verdict(out: Console, report: DiffReport) -> None:
     allowed += [f"{tolerance.noise_factor:g} times the noise"] if report.noise is not None else []
     print_line(
         out,
-        f"{len(report.tensors)} tensors, {total.elements} elements compared: {result}{after}; {verdict} "
-        f"the tolerance of {' or '.join(allowed)}{_elsewhere(report) if verdict == 'within' else ''}",
+        f"{counted(len(report.tensors), 'tensor')}, {counted(total.elements, 'element')} compared: "
+        f"{result}{after}; {verdict} the tolerance of {' or '.join(allowed)}"
+        f"{_elsewhere(report) if verdict == 'within' else ''}",
     )
 
 

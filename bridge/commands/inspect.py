@@ -13,7 +13,7 @@ from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: b
             groups = f"{{{first} ... {final}: {len(members)} alike}}"
             print_line(out, f"{separator_of(summary.format).join([*path, groups, last])} = {value}")
     for group, count in deeper.items():
-        print_line(out, f"{group}: {count} value{'s' if count > 1 else ''} in addition to the tensors")
+        print_line(out, f"{group}: {counted(count, 'value')} in addition to the tensors")
 
 
 def _print_list(out: Console, summary: Summary) -> None:

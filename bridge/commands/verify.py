@@ -16,7 +16,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
-from bridge.core.text import first_of, human_bytes
+from bridge.core.text import counted, first_of, human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.verify.verify_report import VerifyReport
@@ -92,12 +92,11 @@ def _print(out: Console, report: VerifyReport) -> None:
     manifest = "with its manifest" if report.manifest else "no manifest"
     print_line(
         out,
-        f"{report.path}: {report.format}, {manifest}; {report.tensors} tensors in {report.chunks} chunks, "
-        f"{report.objects} objects, {human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
+        f"{report.path}: {report.format}, {manifest}; {counted(report.tensors, 'tensor')} in "
+        f"{counted(report.chunks, 'chunk')}, {counted(report.objects, 'object')}, "
+        f"{human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
     )
     count, damaged = len(report.problems), len(report.damaged)
     others = ", the others are whole" if damaged < report.tensors else ""
     whole = f"; {damaged} of {report.tensors} tensors are damaged{others}" if damaged else ""
-    print_line(
-        out, f"{count} problem{'s' if count > 1 else ''} found{whole}" if count else "no problem found"
-    )
+    print_line(out, f"{counted(count, 'problem')} found{whole}" if count else "no problem found")

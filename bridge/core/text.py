@@ -22,6 +22,11 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 tensor", "2 tensors"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def plain_json(value: object) -> Any:
     """``value`` as JSON: dataclasses as objects, numbers that are not finite as "inf", "-inf" or "nan".
 

@@ -94,7 +94,7 @@ def test_the_manifest_and_the_number_of_chunks_are_told(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(inspect_command)
     result = CliRunner().invoke(app, [str(tmp_path / "runs")])
-    assert "orbax, 1 tensors in 3 chunks, 60 B, with its manifest" in result.stdout
+    assert "orbax, 1 tensor in 3 chunks, 60 B, with its manifest" in result.stdout
     document = json.loads(CliRunner().invoke(app, [str(tmp_path / "runs"), "--json"]).stdout)
     assert (document["manifest"], document["num_chunks"]) == (True, 3)
 

@@ -2,7 +2,8 @@
 
 Each mutation changes one place in a scratch copy of the checkout and runs its tests until the first failure: tests of
 the fast tier, and with ``--all`` also slow tests. ``words`` choose mutations whose line contains one of them. Prints
-``red`` (the tests saw the fault) or ``GREEN`` for each mutation, and ends with status 1 if one is not red.
+``red`` and the first test that saw the fault, or ``GREEN``, for each mutation. These tests then run without a fault and
+must pass. Ends with status 1 if a mutation is not red.
 
 ``mutations.toml`` lists the mutations. ``where`` is a file or a folder. The text to replace must occur exactly once
 there, so files can move inside the folder.
@@ -57,31 +58,42 @@ def file_of(mutation: Mutation, root: Path) -> Path:
     return holders[0]
 
 
-def verdict(mutation: Mutation, root: Path, every: bool) -> str:
-    """``red`` with the first failing test, if that test passes without the fault; otherwise the reason."""
+@dataclass(frozen=True)
+class Verdict:
+    """``by``: the first test that failed with the fault, if there is one."""
+
+    said: str
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.said}: {self.by}" if self.by else self.said
+
+
+def verdict(mutation: Mutation, root: Path, every: bool) -> Verdict:
     try:
         file = file_of(mutation, root)
     except LookupError as error:
-        return f"ABSENT ({error})"
+        return Verdict(f"ABSENT ({error})")
     tests = [f"tests/{test}" for test in mutation.tests.split()]
     before = file.read_text()
     file.write_text(before.replace(mutation.old, mutation.new))
     try:
-        done = pytest(root, tests, every)
+        done = pytest(root, ["-x", *tests], every)
     finally:
         file.write_text(before)
-    failed = [
-        line.split(" - ")[0] for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR) .*::", line)
-    ]
+    failed = failures(done)
     if done.returncode != 1 or not failed:
-        return "GREEN" if done.returncode == 0 else f"BROKEN: {(done.stdout + done.stderr)[-300:]}"
-    first = failed[0].partition(" ")[2]
-    return f"red: {first}" if pytest(root, [first], every).returncode == 0 else f"RED ANYWAY: {first}"
+        return Verdict("GREEN" if done.returncode == 0 else f"BROKEN: {(done.stdout + done.stderr)[-300:]}")
+    return Verdict("red", failed[0])
+
+
+def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (.*?::.*?)(?: - .*)?$", done.stdout, re.M)
 
 
 def pytest(root: Path, tests: list[str], every: bool) -> subprocess.CompletedProcess[str]:
     marks = ["-m", "slow or not slow", "--hypothesis-profile", "all"] if every else []
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marks, *tests]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", *marks, *tests]
     return subprocess.run(command, cwd=root, env=importing_from(root), capture_output=True, text=True)
 
 
@@ -106,7 +118,7 @@ def main() -> int:
             subprocess.run(["tar", "x"], cwd=copy, input=files.stdout, check=True)
             copies.put(copy)
 
-        def run(mutation: Mutation) -> str:
+        def run(mutation: Mutation) -> Verdict:
             copy = copies.get()
             try:
                 return verdict(mutation, copy, options.all)
@@ -115,10 +127,14 @@ def main() -> int:
 
         verdicts = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for mutation, said in zip(chosen, pool.map(run, chosen), strict=True):
-                print(f"{said}\n    {mutation}", flush=True)
-                verdicts.append(said)
-    red = sum(said.startswith("red") for said in verdicts)
+            for mutation, judged in zip(chosen, pool.map(run, chosen), strict=True):
+                print(f"{judged}\n    {mutation}", flush=True)
+                verdicts.append(judged)
+        seen_by = sorted({judged.by for judged in verdicts if judged.by})
+        unsound = failures(pytest(copies.get(), seen_by, options.all)) if seen_by else []
+    for test in unsound:
+        print(f"fails without a fault, so it proves nothing: {test}")
+    red = sum(judged.said == "red" and judged.by not in unsound for judged in verdicts)
     print(f"{red} of {len(verdicts)} red")
     return int(red < len(verdicts))
 

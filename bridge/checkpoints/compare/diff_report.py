@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.checkpoints.compare.ulp import Difference, Tolerance
+from bridge.core.text import counted
 from bridge.core.views import Viewed
 
 
@@ -77,7 +78,7 @@ class DiffReport(Viewed):
             "other values": (*self.objects, *self.unreadable, *self.structure),
         }
         listed = [f"{len(names)} {what}" for what, names in counts.items() if names]
-        verdict = f"{'same' if self.same else 'different'}: {len(self.tensors)} tensors compared"
+        verdict = f"{'same' if self.same else 'different'}: {counted(len(self.tensors), 'tensor')} compared"
         return ", ".join([verdict, f"{self.total.max_ulp} ULP apart at most", *listed])
 
     def table(self) -> list[tuple[str, ...]]:

@@ -40,7 +40,7 @@ from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.long_calls import Follow, collection_paused, followed
 from bridge.core.mapping.language.rules import MappingLike
 from bridge.core.mapping.language.table import Tied
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 from bridge.core.views import Viewed
 
 
@@ -90,8 +90,9 @@ class ConvertReport(Viewed):
     def summary(self) -> str:
         """One line."""
         return (
-            f"{self.source} ({self.source_format}) -> {self.destination} ({self.format}): {self.tensors} tensors, "
-            f"{human_bytes(self.bytes)} in {self.seconds:.1f} s{'' if self.complete else ', not complete'}"
+            f"{self.source} ({self.source_format}) -> {self.destination} ({self.format}): "
+            f"{counted(self.tensors, 'tensor')}, {human_bytes(self.bytes)} in {self.seconds:.1f} s"
+            f"{'' if self.complete else ', not complete'}"
         )
 
 

@@ -20,7 +20,7 @@ from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors, row_bars, slices_text
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 from bridge.core.views import Viewed
 
 MAX_BARS = 16
@@ -62,7 +62,7 @@ class Summary(Viewed):
     def summary(self) -> str:
         """One line."""
         return (
-            f"{self.path}: {self.format}, {len(self.tensors)} tensors in {self.chunks} chunks, "
+            f"{self.path}: {self.format}, {counted(len(self.tensors), 'tensor')} in {counted(self.chunks, 'chunk')}, "
             f"{human_bytes(self.bytes)}, {'with its' if self.manifest else 'no'} manifest"
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import Problem
-from bridge.core.text import human_bytes
+from bridge.core.text import counted, human_bytes
 from bridge.core.views import Viewed
 
 
@@ -55,7 +55,7 @@ class VerifyReport(Viewed):
         verdict = f"{count} problem{'s' * (count != 1)} found" if count else "no problem found"
         if not self.opened:
             return f"{self.path} cannot be opened{f'; {verdict}' * bool(count)}"
-        return f"{verdict} in {self.path}: {self.format}, {self.tensors} tensors, {human_bytes(self.bytes)}"
+        return f"{verdict} in {self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {human_bytes(self.bytes)}"
 
     def table(self) -> list[tuple[str, str]]:
         """A heading, and a row for each problem."""
