@@ -204,6 +204,33 @@ def test_forward_has_exactly_the_dequantized_weights(
         np.testing.assert_array_equal(np.asarray(aux[name], np.float32), expected.astype(np.float32), name)
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_each_layer_of_a_stack_has_one_scale_for_a_matrix(engine: Any) -> None:
+    layers = np.random.default_rng(0).standard_normal((3, 6, 32)).astype(np.float32)
+    # A scale for each row would keep bits that a matrix's scale flushes, and a scale for all layers would flush more.
+    layers *= np.geomspace(1, 1e5, 18, dtype=np.float32).reshape(6, 3).T[..., None]
+
+    def last_weights(model: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
+        def body(total: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            added, leaves = call_unit(apply, layer, rows)
+            return total + added, leaves
+
+        total, leaves = jax.lax.scan(body, jnp.float32(0), model["layers"])
+        return total * 0, leaves
+
+    plan, weights = fully_shard(
+        {"layers": {"up": jnp.asarray(layers)}},
+        data_parallel_mesh(2),
+        units=["layers/*"],
+        stacked=["layers"],
+        engine=engine,
+        gather_dtype="float8_e4m3fn",
+    )
+    rows = np.ones((2, 2), np.float32)
+    (_, aux), _, _ = jax.jit(make_gradients(plan, last_weights, has_aux=True))(weights, rows)
+    np.testing.assert_array_equal(aux["up"], quantized(layers, "float8_e4m3fn", stacked=True))
+
+
 def unsharded(config: Any, gather: str, stacked: bool) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients with quantized weights."""
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(1), stacked=stacked))

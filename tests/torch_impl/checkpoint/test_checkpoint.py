@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from torch_impl.checkpoint.contents import _saved_groups
+from torch_impl.checkpoint.contents import _saved_groups, materialize_state
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
 TINY = DecoderConfig(vocab_size=19, d_model=21, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=13)
@@ -166,6 +166,14 @@ def test_saving_before_the_first_step_stores_zero_moments_and_changes_nothing(tm
     for index in (0, 1):
         assert _step(model, optimizer, index) == _step(untouched, its_optimizer, index)
     _assert_equal(_state(model, optimizer), _state(untouched, its_optimizer))
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_a_step_count_from_before_the_first_step_lies_where_the_kernels_read_it(capturable, device):
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter], capturable=capturable)
+    materialize_state(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == device
 
 
 def test_loading_into_an_optimizer_that_never_stepped_leaves_weights_as_saved(tmp_path):

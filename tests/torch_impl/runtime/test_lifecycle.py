@@ -562,3 +562,21 @@ def parallel_calls(strategy: str) -> list[int]:
 def test_a_unit_called_twice_side_by_side_has_the_right_gradients(ranks: RankGroup, strategy: str) -> None:
     gathers = {"no_shard": [0, 0], "optim_grads_params": [3, 3]}.get(strategy, [1, 1])
     assert ranks.run(2, parallel_calls, strategy) == [gathers] * 2
+
+
+@on_ranks(2)
+def test_hooks_from_before_the_sharding_see_whole_weights() -> None:
+    torch.manual_seed(0)
+    layer, seen = nn.Linear(5, 4), list[torch.Tensor]()
+    expected = layer.weight.detach().clone()
+
+    def look(module: nn.Module, *_: object) -> None:
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        seen.append(weight.detach().clone())
+
+    layer.register_forward_pre_hook(look)
+    layer.register_forward_hook(look)
+    torch_impl.fully_shard(layer)(torch.ones(2, 5)).sum().backward()
+    assert len(seen) == 2
+    assert all(torch.equal(weight, expected) for weight in seen)

@@ -44,9 +44,7 @@ def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> 
         Rule({side: (Entry.parse(mark.join(keys)),) for side, mark in separators.items()}, optional=True)
         for keys in sorted(ours | theirs)
     )
-    conventions = {
-        side: Convention(side, mark, "orbax" if mark == "/" else "dcp") for side, mark in separators.items()
-    }
+    conventions = {side: Convention(side, mark, "") for side, mark in separators.items()}
     return MappingTable("of equal names", rules, conventions=conventions)
 
 
