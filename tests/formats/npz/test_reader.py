@@ -204,6 +204,15 @@ def test_a_directory_of_more_or_fewer_members_than_it_says_is_refused(tmp_path: 
         open_checkpoint(tmp_path / "a.npz")
 
 
+def test_a_directory_entry_with_another_signature_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=np.ones(3))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[data.rfind(b"PK\1\2") + 2] ^= 4
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"a\.npz: .* its directory is damaged"):
+        open_checkpoint(tmp_path / "a.npz")
+
+
 def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
     archive(tmp_path / "a.npz", {"w.npy": npy("(250000,)", bytes(10**6)), "x.npy": npy("(2,)", bytes(8))})
     size = len(npy("(250000,)")) + 10**6
