@@ -207,6 +207,30 @@ class Killer(threading.Thread):
         return any(self._name in file and "/part_" in file and file.endswith("journal") for file in files)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ending:
+    """A part whose process ends without a report: by a signal, or by an exit status."""
+
+    signal: int | None
+
+    def run(self, tell: Callable[[Told], None]) -> PartReport:
+        if self.signal is not None:
+            os.kill(os.getpid(), self.signal)
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "said"), [(signal.SIGKILL, "killed by SIGKILL"), (None, "exit status 3")]
+)
+def test_a_process_that_ends_without_a_report_is_a_lost_worker(ended_by: int | None, said: str) -> None:
+    processes = Processes(1)
+    part = processes.submit(_Ending(ended_by))  # type: ignore[arg-type]
+    assert processes.wait([part], lambda *_: None) is part
+    with pytest.raises(WorkerLost, match=said):
+        processes.result(part)
+    processes.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
 def test_processes_that_are_killed(format: str, tmp_path: Path) -> None:

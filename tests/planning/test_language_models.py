@@ -15,7 +15,7 @@ from bridge.compiling.target_step import StepRequest
 from bridge.planning import PlanError, Workload, make_plan, parse_policy, resolve_models
 from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.formulas import Attention
-from bridge.planning.models.language_models import abstract_model, idle_elements
+from bridge.planning.models.language_models import abstract_model, causal_lm_config, idle_elements
 from bridge.planning.models.shipped_models import shipped_model
 from jax_impl import models
 from tests.bench.peak_shapes import CONFIGS, model_named
@@ -75,6 +75,11 @@ def test_a_config_that_cannot_be_built_is_one_clear_error(tmp_path: Path) -> Non
         resolve_models(model_named("llama", tmp_path), ["jax"], ["blocks"])
     with pytest.raises(PlanError, match="equal windows for a stack"):
         resolve_models(model_named("gemma2", tmp_path), ["jax"], ["layers"])
+
+
+def test_a_name_of_the_hub_leads_to_the_command_that_fetches_its_configuration() -> None:
+    with pytest.raises(PlanError, match=r"hf download org/name config\.json"):
+        causal_lm_config("org/name")
 
 
 def test_built_in_shapes_can_be_compiled_where_causal_lm_can_be_them() -> None:

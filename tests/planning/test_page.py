@@ -109,6 +109,7 @@ def test_labels_of_all_pictures_fit(tmp_path: Path) -> None:
     few = comparison()
     drawn(chart(dataclasses.replace(few, plans=few.plans[:1], memory=None)))
     narrow = layout_figure(plan_layout({"a": (16, 1), "b": (16, 64), "c": (16, 1000)}, 8))
+    assert narrow.axes[0].get_title().startswith("8 shards, 17,040 elements, ")
     # Two narrow buffers: the label of the first stands lower, below two blank lines.
     sizes = [label.get_text() for label in narrow.axes[0].get_xticklabels()]
     assert [size.startswith("\n\n") for size in sizes] == [False, True, False]

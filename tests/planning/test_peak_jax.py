@@ -153,3 +153,10 @@ def test_a_recomputed_layer_holds_three_arrays_of_a_chain_and_its_input() -> Non
     assert by_moment["forward of layers.1"]["segment"] == BLOCK.once
     assert by_moment["backward of layers.1"]["segment"] == BLOCK.again
     assert by_moment["backward of layers.1"]["activations"] == BLOCK.input + HEAD.largest
+
+
+def test_a_segment_of_residuals_holds_its_input_twice_in_backward_only() -> None:
+    # Backward adds a cotangent of the input's size, one of the output's and one of the largest intermediate.
+    counted = SegmentBytes.of_residuals(700, 10, 100, fixed=50, fixed_saved=40)
+    assert (counted.saved, counted.input, counted.forward, counted.backward) == (700, 10, 710, 820)
+    assert (counted.once, counted.again, counted.fixed, counted.fixed_saved) == (320, 800, 50, 40)

@@ -50,7 +50,7 @@ class SegmentBytes:
     def of_residuals(
         saved: int, input_bytes: int, largest: int, fixed: int = 0, fixed_saved: int = 0
     ) -> SegmentBytes:
-        """A segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
+        """A segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``input_bytes`` bytes.
 
         Backward adds the cotangents of output and input, and the cotangent of the largest intermediate.
         """
