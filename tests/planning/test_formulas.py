@@ -17,6 +17,7 @@ from bridge.planning.models.formulas import Attention, LossSegment
 from bridge.planning.models.models import nnx_shapes
 from bridge.planning.models.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
 from jax_impl import models
+from torch_impl import models as torch_models
 
 SHAPES = {
     "dense": DecoderShape(101, 48, 2, GroupedQueries(6, 2, 10), DenseMlp(96)),
@@ -45,6 +46,18 @@ def test_shapes_in_jax_are_those_of_causal_lm_and_its_residuals(name: str) -> No
             for key in a:
                 # Without the scales of norms, rotary tables, and the constants of the loss.
                 assert a[key] == pytest.approx(b[key], rel=0.01, abs=2**14), (mine.path, key)
+
+
+@pytest.mark.parametrize("runtime", ["torch", "jax"])
+def test_a_part_of_a_layer_saves_less_than_the_layer(runtime: str) -> None:
+    config = {"torch": torch_models.DecoderConfig, "jax": models.DecoderConfig}[runtime]
+    sizes = config(vocab_size=101, d_model=48, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=10, d_ff=96)
+    layer = next(part for part in decoder_activations(runtime, sizes) if part.path == "layers.0")
+    saved = {part.path: part.bytes_for(2, 64, "float32").saved for part in layer.parts}
+    assert set(saved) == {"layers.0.attention", "layers.0.mlp"}
+    whole = layer.bytes_for(2, 64, "float32").saved
+    # Norms and residual sums belong to the layer alone.
+    assert sum(saved.values()) < whole < 2 * sum(saved.values())
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
