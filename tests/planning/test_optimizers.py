@@ -362,6 +362,26 @@ def test_pytorch_stages_two_batches_of_a_state_in_cpu_memory() -> None:
         assert staged(chosen, plan.placed(), "torch", 0) == each << 20
 
 
+@pytest.mark.parametrize(
+    ("name", "moments", "each"),
+    [
+        # AdamW's kernel takes bfloat16 if weights, gradients and moments have it.
+        ("adamw", "bfloat16", 0),
+        # Weights and gradients are converted.
+        ("adamw", "float32", 4 + 4),
+        # Momentum, too.
+        ("sgd-momentum", "bfloat16", 4 + 4 + 4),
+    ],
+)
+def test_pytorch_converts_a_batch_of_bfloat16_main_weights(name: str, moments: str, each: int) -> None:
+    model = Model.of("m", [Parameter("weight", (1536, 2048))])
+    chosen = Optimizer(name, (moments, moments))
+    policy = parse_policy('[precision]\nmain = "bfloat16"\ngrad = "bfloat16"\n[[unit]]\nmatch = ""\n', "x")
+    plan = make_plan(model, policy, 1, "torch", Workload(), optimizer=chosen)
+    # A batch has 2^20 elements.
+    assert staged(chosen, plan.placed(), "torch", 0) == each << 20
+
+
 def test_rows_with_a_scale_that_lie_together_make_a_larger_batch_in_pytorch() -> None:
     # 16 rows of odd length are the fewest whose elements fill vector registers.
     model = Model.of("m", [Parameter("weight", (64, 100_001))])
