@@ -161,7 +161,8 @@ class _Edits(ast.NodeVisitor):
             return
         if isinstance(node.func, ast.Name) and node.func.id == "range":
             self._replace("range bound", node.args[-1], f"{self._text(node.args[-1])} - 1")
-        for first, second in zip(node.args, node.args[1:], strict=False):
+        symmetric = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+        for first, second in zip(node.args, node.args[1:], strict=False) if not symmetric else ():
             if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
                 old = self._text(first), self._text(second)
                 if old[0] != old[1]:
