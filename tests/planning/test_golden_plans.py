@@ -88,11 +88,12 @@ def answered(case: str, folder: Path) -> Iterator[str]:
         (folder / f"{name}.toml").write_text(text)
     results = [CliRunner().invoke(app, ["plan", *arguments, *more]) for more in (["--json"], [])]
     assert all(result.exit_code in (0, 1) for result in results), results[0].output
-    document = json.loads(results[0].stdout)
+    printed = [result.stdout.replace(f"{folder}/", "") for result in results]
+    document = json.loads(printed[0])
     for plan in document.pop("plans"):
         yield json.dumps(plan | {"units": [_unit(unit) for unit in plan["units"]]}, sort_keys=True)
     yield json.dumps(document, sort_keys=True)
-    yield from (line.rstrip() for line in results[1].stdout.replace(str(folder), "").splitlines())
+    yield from (line.rstrip() for line in printed[1].splitlines())
 
 
 def _unit(unit: dict[str, Any]) -> dict[str, Any]:
