@@ -7,6 +7,7 @@ again: ``python -m tests.planning.test_golden_plans``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -83,17 +84,18 @@ CASES = (
 
 def answered(case: str, folder: Path) -> Iterator[str]:
     """The lines of a plan's answer: one for each plan, then the text for people."""
-    arguments = [str(folder / f"{word}.toml") if word in POLICIES else word for word in case.split()]
+    arguments = [f"{word}.toml" if word in POLICIES else word for word in case.split()]
     for name, text in POLICIES.items():
         (folder / f"{name}.toml").write_text(text)
-    results = [CliRunner().invoke(app, ["plan", *arguments, *more]) for more in (["--json"], [])]
+    # A path would be as wide as the folder's.
+    with contextlib.chdir(folder):
+        results = [CliRunner().invoke(app, ["plan", *arguments, *more]) for more in (["--json"], [])]
     assert all(result.exit_code in (0, 1) for result in results), results[0].output
-    printed = [result.stdout.replace(f"{folder}/", "") for result in results]
-    document = json.loads(printed[0])
+    document = json.loads(results[0].stdout)
     for plan in document.pop("plans"):
         yield json.dumps(plan | {"units": [_unit(unit) for unit in plan["units"]]}, sort_keys=True)
     yield json.dumps(document, sort_keys=True)
-    yield from (line.rstrip() for line in printed[1].splitlines())
+    yield from (line.rstrip() for line in results[1].stdout.splitlines())
 
 
 def _unit(unit: dict[str, Any]) -> dict[str, Any]:
