@@ -104,7 +104,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _STALE = 1e-3
 """A few training steps at usual rates move a weight by this fraction of its spread."""
 _ROTARY = 50.0
-"""From a base of 1e4 to Llama-3\'s of 5e5."""
+"""From a base of 1e4 to Llama-3's of 5e5."""
 
 Plant = Callable[[nn.Module], None]
 

@@ -70,6 +70,8 @@ CASES = [
 # The cheapest that have every value of every choice, which a test below makes sure of.
 FAST = {
     "shard_map-no_shard-1-k1",
+    # Alone in the fast tier, this case fails without the all-reduce of gradients.
+    "shard_map-no_shard-2-k1-prefetch",
     "shard_map-optim-4-k1-stacked-prefetch",
     "shard_map-optim_grads-3-k1-stacked-recompute",
     "shard_map-optim_grads_params-2-k3-prefetch",

@@ -3,7 +3,8 @@
 FOLDER has the record of the fast tier by ``python -m tests.support.mutants --record tests``, including cases that the
 current list leaves out. A case is left out if at least ``OTHERS`` other cases reach each function that it reaches, and
 if its test keeps at least one case. The most expensive cases go first. Cases below ``SECONDS`` of CPU time stay. Writes
-``covered_cases.txt``; ``tests/support/pairwise.py`` marks each case of this list slow.
+``covered_cases.txt``; ``tests/support/pairwise.py`` marks each case of this list slow. After that run ``python -m
+tests.support.mutations``, and take out of the list each case that alone sees a fault.
 """
 
 from __future__ import annotations
