@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.parity.causes.attention import attention_cause, minimum
+from bridge.parity.causes.attention_in_module import _masks, _Mixing
 from bridge.parity.causes.causes import module_cause
 from bridge.parity.causes.formulas import AttentionInputs, base_of
 from bridge.parity.partners.modules import ModulePair
@@ -331,3 +332,23 @@ def test_a_mask_of_another_size_is_no_mask() -> None:
     ours, theirs = (inputs(output, masks=masks) for output in (RIGHT, mixed(scale=1.0)))
     assert attention_cause(ours, theirs, FLOOR) == "torch: scores times 1 / sqrt(8); JAX: scores not scaled"
     assert attention_cause(ours, inputs(UNKNOWN["all of it"](RIGHT), masks=masks), FLOOR) == ""
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int64, np.float32])
+def test_a_mask_of_rows_and_keys_tells_which_keys_are_seen(dtype: type) -> None:
+    seen = np.array([[1, 1, 0], [1, 0, 0]])
+    features = np.zeros((2, 3, 8))
+    side = _Mixing(
+        (features,) * 3, features, {"mask": seen.astype(dtype), "x": features[..., :2]}, 3, exchanged=False
+    )
+    ((name, mask),) = _masks(side)
+    assert name == "mask"
+    np.testing.assert_array_equal(mask, seen[:, None, None] == 1)
+
+
+def test_an_added_mask_keeps_its_numbers() -> None:
+    added = np.array([[0, -1e9, -1e9], [0, 0, -1e9], [0, 0, 0]], np.float32)
+    features = np.zeros((2, 3, 8))
+    side = _Mixing((features,) * 3, features, {"mask": added}, 3, exchanged=False)
+    ((_, mask),) = _masks(side)
+    np.testing.assert_array_equal(mask, added[None, None])

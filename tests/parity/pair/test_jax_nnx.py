@@ -212,6 +212,31 @@ def test_layers_of_nnx_stacks_have_their_numbers_in_any_order() -> None:
     close(up.outputs[""], up.inputs["0"] @ model.layers.up.kernel[0] + model.layers.up.bias[0], 1e-5)
 
 
+class Narrowed(nnx.Module):
+    """Calls each layer of a stack after it has cast the layer's weights, and multiplied them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs: nnx.Rngs) -> MLP:
+            return MLP(rngs)
+
+        self.layers = stack(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, state = nnx.split(self.layers)
+        for number in range(2):
+            own = jax.tree.map(lambda stacked, k=number: 3 * stacked[k].astype(jnp.float32), state)
+            x = nnx.merge(graphdef, own)(x)
+        return x
+
+
+def test_layers_whose_weights_change_before_the_call_have_their_numbers() -> None:
+    recording = JaxSide(Narrowed(nnx.Rngs(0))).record(BATCH)
+    named = [path for path, _, _ in paths(recording)]
+    assert [path for path in named if path.count("/") == 1] == ["layers/0", "layers/1"]
+
+
 @jax.checkpoint
 def decorated(model: Wrapped, x: jax.Array) -> jax.Array:
     return model.last(x)

@@ -7,7 +7,7 @@ import pytest
 
 from bridge.core.mapping import MappingError, MappingTable, parse_mapping
 from bridge.parity.partners.modules import pair_modules
-from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.partners.weight_map import WeightMap, _order
 from bridge.parity.recorded.recording import Call, Recording
 
 
@@ -162,3 +162,19 @@ def test_tensors_of_one_rule_are_related_where_they_have_elements_of_each_other(
     parts = relation.parts_to_jax({"layers.1.q.weight": ours["layers.1.q.weight"]})
     assert parts.keys() == {("layers/1/query", ())}
     assert np.array_equal(parts["layers/1/query", ()], relation.to_jax(ours)["layers/1/query"])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        (np.tile([2, 0, 1], (4, 1)), (2, 0, 1)),
+        (np.tile([[2], [0], [1]], (1, 4)), (2, 0, 1)),
+        (np.tile(np.array([[3, 2], [1, 0]])[:, None], (1, 5, 1)), (3, 2, 1, 0)),
+        (np.tile([0, 1, 2], (4, 1)), None),  # already in order
+        (np.tile([0, 0, 1], (4, 1)), None),  # a number is twice there
+    ],
+)
+def test_an_order_is_found_along_the_axes_in_which_numbers_change(
+    numbers: np.ndarray, expected: tuple[int, ...] | None
+) -> None:
+    assert _order([numbers], len(np.unique(numbers)) if expected else 3) == expected
