@@ -142,7 +142,7 @@ def save(folder: Path, convention: str, seed: int) -> str:
     return "tree"
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases("torch-torch")
 @pytest.mark.parametrize("convention", ["torch", "jax", "orbax"])
 @pytest.mark.parametrize("side", ["torch", "jax"])
 def test_a_checkpoint_of_either_convention_goes_into_either_model(
