@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,26 @@ def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> N
             module(x).square().mean().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), other.grad, **EXACT)
+
+
+@on_ranks(WORLD)
+def test_a_parameter_that_is_added_later_gets_its_whole_gradient() -> None:
+    model, reference = GatedInside().double(), GatedInside().double()
+    reference.load_state_dict(model.state_dict())
+    for param in (*model.parameters(), *reference.parameters()):
+        dist.broadcast(param.detach(), 0)
+    up, down = ParallelPolicy(("up",), "tp", "colwise"), ParallelPolicy(("down",), "tp", "rowwise")
+    policy(up, down).apply(model)
+    # As an adapter would be: it belongs to no unit, so the ranks of the data axis do not average its gradient.
+    model.gate = copy.deepcopy(reference.gate)
+    rows = torch.arange(8.0 * WIDTH, dtype=torch.float64).view(8, WIDTH).sin()
+    for module, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
+        module(x).square().mean().backward()
+    for param, other in zip(model.gate.parameters(), reference.gate.parameters(), strict=True):
+        grad = param.grad
+        assert grad is not None
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad / WORLD, other.grad, **EXACT)
 
 
 @on_ranks(WORLD)
