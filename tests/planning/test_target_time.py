@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bridge.commands.plan_targets import TargetRequest
+from bridge.compiling.batch_shapes import BatchArray
+from bridge.compiling.compile_cache import cache_folder
 from bridge.compiling.machines.targets import target_named
 from bridge.compiling.target_plan import TargetPlan, TargetRow, Task
-from bridge.compiling.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table
+from bridge.compiling.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table, wide_share
 from bridge.compiling.timing.step_time import Efficiency
+from bridge.planning import Workload
 from bridge.planning.cost.cost import parse_policy
+from bridge.planning.cost.optimizers import Optimizer
 from bridge.planning.models.errors import PlanError
 from tests.planning.programs import FACTORS, PRODUCT, PRODUCT_FLOPS, program
 
@@ -113,3 +119,44 @@ def test_efficiencies_are_parsed_and_checked() -> None:
     for wrong in ("0.5", "products=half", "products=2", "flops=0.5"):
         with pytest.raises(PlanError, match="--efficiency: expected products"):
             parse_efficiency(wrong)
+
+
+def test_a_price_of_a_step_that_is_described_needs_its_tokens() -> None:
+    batch = {"x": BatchArray((2, 3), "float32")}
+
+    def ask(price: float | None, tokens: int | None) -> None:
+        request = TargetRequest(
+            (target_named("h100:8"),),
+            ("shard_map",),
+            "absent_net:loss",
+            {},
+            price,
+            Efficiency(),
+            False,
+            tokens,
+        )
+        request.step("absent_net:Net", [Workload()], (), Optimizer(), ())
+
+    with pytest.raises(PlanError, match="--price: expected --tokens N"):
+        ask(2.0, None)
+    # What follows is the loss, which is not there.
+    for price, tokens in ((2.0, 64), (None, 64), (None, None)):
+        with pytest.raises(PlanError, match="absent_net"):
+            ask(price, tokens)
+
+
+def test_the_share_of_operations_with_float32_factors(tmp_path: Path) -> None:
+    estimate = Roofline(10, None, efficiency=IDEAL).estimate(compiled(tmp_path, program(*FACTORS, PRODUCT)))
+    assert estimate.time is not None
+    assert wide_share(estimate.time) == 0
+    mixed = dataclasses.replace(estimate.time, flops={"f32": 1.0, "bf16": 3.0})
+    assert wide_share(mixed) == 0.25
+    assert wide_share(dataclasses.replace(estimate.time, flops={})) == 0
+
+
+def test_compiled_programs_are_kept_below_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/twinshard/compiled")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path("/home/me/.cache/twinshard/compiled")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -259,3 +260,14 @@ def test_remarks_say_how_many_hidden_faults_they_leave_out() -> None:
     faults = tuple(Revealed(f"fault {number}", "inner", False, 0.0) for number in range(11))
     *_, last = dataclasses.replace(report, revealed=faults).remarks()
     assert last == "  not shown: ... and 3 more; the report lists all"
+
+
+@pytest.mark.parametrize(("weights", "scale"), [("own", 3.0), ("torch", None), ("jax", None), ("jax", 3.0)])
+def test_both_models_keep_their_weights(weights: str, scale: float | None) -> None:
+    torch_model, jax_model = TorchMLP(seed=1), JaxMLP(seed=2)
+    own = [param.detach().clone() for param in torch_model.parameters()]
+    theirs = nnx.state(nnx.clone(jax_model))
+    table = parse_mapping(MAPPING, "small")
+    parity(torch_model, jax_model, BATCH, mapping=table, weights=weights, scale=scale, steps=0)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(own, torch_model.parameters(), strict=True))
+    assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, nnx.state(jax_model), theirs)))
