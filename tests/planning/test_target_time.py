@@ -129,7 +129,7 @@ def test_a_price_of_a_step_that_is_described_needs_its_tokens() -> None:
             (target_named("h100:8"),),
             ("shard_map",),
             "absent_net:loss",
-            {},
+            batch,
             price,
             Efficiency(),
             False,
