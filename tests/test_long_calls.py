@@ -1,7 +1,8 @@
-"""Progress of calls from Python: shown by tqdm if someone watches, passed to the caller's function, or not shown."""
+"""Long calls from Python: who sees their progress, and when Python searches for cycles again."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bridge.core.long_calls as progress
+from bridge.core import long_calls
 from bridge.core.formats import create_checkpoint
 from twinshard import convert
 
@@ -39,7 +40,7 @@ class Bar:
 @pytest.fixture
 def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(long_calls, "is_watched", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Bar))
     return Bar.made
 
@@ -64,7 +65,7 @@ def test_a_watched_conversion_fills_a_bar_of_bytes_and_removes_it(bars, checkpoi
 
 
 def test_stages_are_told_by_name(bars) -> None:
-    with progress.followed("parity", None) as tell:
+    with long_calls.followed("parity", None) as tell:
         tell("weights")
         tell("backward")
     (bar,) = bars
@@ -80,14 +81,14 @@ def test_a_function_of_the_callers_is_told_and_false_is_silence(bars, checkpoint
 
 
 def test_nothing_is_written_where_nobody_watches(bars, monkeypatch, checkpoint, tmp_path, capfd) -> None:
-    monkeypatch.setattr(progress, "is_watched", lambda: False)
+    monkeypatch.setattr(long_calls, "is_watched", lambda: False)
     convert(checkpoint, tmp_path / "b", to="orbax")
     assert bars == []
     assert capfd.readouterr() == ("", "")
 
 
 def test_without_tqdm_a_watched_call_is_silent(monkeypatch, checkpoint, tmp_path, capfd) -> None:
-    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(long_calls, "is_watched", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     convert(checkpoint, tmp_path / "b", to="orbax")
     assert capfd.readouterr() == ("", "")
@@ -104,4 +105,18 @@ def test_who_watches(monkeypatch, terminal: bool, term: str, kernel: bool, watch
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
     monkeypatch.setenv("TERM", term)
-    assert progress.is_watched() is watched
+    assert long_calls.is_watched() is watched
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_last_of_several_long_calls_resumes_the_search_for_cycles(before: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    try:
+        with long_calls.collection_paused():
+            with pytest.raises(ValueError, match="failed"), long_calls.collection_paused():
+                raise ValueError("failed")
+            assert not gc.isenabled()
+        assert gc.isenabled() is before
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

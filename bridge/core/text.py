@@ -23,7 +23,7 @@ def human_bytes(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 tensor", "2 tensors"."""
+    """The count and its noun, such as "1 tensor" or "2 tensors"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

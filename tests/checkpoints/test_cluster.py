@@ -224,7 +224,7 @@ class _Ending:
 )
 def test_a_process_that_ends_without_a_report_is_a_lost_worker(ended_by: int | None, said: str) -> None:
     processes = Processes(1)
-    part = processes.submit(_Ending(ended_by))  # type: ignore[arg-type]
+    part = processes.submit(_Ending(ended_by))
     assert processes.wait([part], lambda *_: None) is part
     with pytest.raises(WorkerLost, match=said):
         processes.result(part)

@@ -139,7 +139,7 @@ def test_a_price_of_a_step_that_is_described_needs_its_tokens() -> None:
 
     with pytest.raises(PlanError, match="--price: expected --tokens N"):
         ask(2.0, None)
-    # What follows is the loss, which is not there.
+    # With tokens or without a price, the request goes on to import the loss, and its module is absent.
     for price, tokens in ((2.0, 64), (None, 64), (None, None)):
         with pytest.raises(PlanError, match="absent_net"):
             ask(price, tokens)
@@ -154,9 +154,11 @@ def test_the_share_of_operations_with_float32_factors(tmp_path: Path) -> None:
     assert wide_share(dataclasses.replace(estimate.time, flops={})) == 0
 
 
-def test_compiled_programs_are_kept_below_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert cache_folder() == Path("/caches/twinshard/compiled")
+def test_compiled_programs_are_kept_below_the_folder_of_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert cache_folder() == tmp_path / "caches/twinshard/compiled"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path("/home/me/.cache/twinshard/compiled")
+    assert cache_folder() == tmp_path / "home/.cache/twinshard/compiled"

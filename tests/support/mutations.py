@@ -131,7 +131,10 @@ def main() -> int:
                 print(f"{judged}\n    {mutation}", flush=True)
                 verdicts.append(judged)
         seen_by = sorted({judged.by for judged in verdicts if judged.by})
-        unsound = failures(pytest(copies.get(), seen_by, options.all)) if seen_by else []
+        again = pytest(copies.get(), seen_by, options.all) if seen_by else None
+    if again is not None and again.returncode not in (0, 1):
+        raise SystemExit(f"the tests that saw the faults could not run without them:\n{again.stdout[-2000:]}")
+    unsound = [] if again is None else failures(again)
     for test in unsound:
         print(f"fails without a fault, so it proves nothing: {test}")
     red = sum(judged.said == "red" and judged.by not in unsound for judged in verdicts)

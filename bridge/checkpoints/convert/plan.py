@@ -175,7 +175,7 @@ def planned(
                 # A part of a model may lack tensors that rules require, or that determine sizes.
                 table = with_stored_sizes(table, held).part()
         files, digest = _files_of(whole)
-        own_files, own_digest = ((), "") if template is None else _files_of(template.reader)
+        template_files, template_digest = ((), "") if template is None else _files_of(template.reader)
         target = options.to or _usual_target(reader, template)
         fitted = _fitted(reader, template, target, table, options)
         plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts, **casts}
@@ -204,8 +204,8 @@ def planned(
             remarks=plan.remarks,
             left_alone=unread,
             filled=fitted.filled,
-            template_files=own_files,
-            template_digest=own_digest,
+            template_files=template_files,
+            template_digest=template_digest,
         )
         planning.close()
         yield conversion, reader

@@ -268,6 +268,6 @@ def test_both_models_keep_their_weights(weights: str, scale: float | None) -> No
     own = [param.detach().clone() for param in torch_model.parameters()]
     theirs = nnx.state(nnx.clone(jax_model))
     table = parse_mapping(MAPPING, "small")
-    parity(torch_model, jax_model, BATCH, mapping=table, weights=weights, scale=scale, steps=0)  # type: ignore[arg-type]
+    parity(torch_model, jax_model, BATCH, mapping=table, weights=weights, scale=scale, steps=0)
     assert all(torch.equal(a, b) for a, b in zip(own, torch_model.parameters(), strict=True))
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, nnx.state(jax_model), theirs)))

@@ -156,15 +156,17 @@ def test_a_scanned_stack_gives_the_calls_of_its_layers() -> None:
     close(first.input_gradients["0"], second.input_gradients["0"], 1e-5)
 
 
+@nnx.split_rngs(splits=2)
+@nnx.vmap(in_axes=(0,), out_axes=0)
+def stack(rngs: nnx.Rngs) -> MLP:
+    """Two layers in one module, whose arrays have a dimension of layers."""
+    return MLP(rngs)
+
+
 class Scanned(nnx.Module):
     """Two stacks of one shape; all layers of the first are equal. ``inner`` has the scan within its own call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=2)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs: nnx.Rngs) -> MLP:
-            return MLP(rngs)
-
         self.zeros = stack(rngs)
         self.layers = stack(rngs)
         nnx.update(self.zeros, jax.tree.map(jnp.zeros_like, nnx.state(self.zeros)))
@@ -216,11 +218,6 @@ class Narrowed(nnx.Module):
     """Calls each layer of a stack after it has cast the layer's weights, and multiplied them."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=2)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs: nnx.Rngs) -> MLP:
-            return MLP(rngs)
-
         self.layers = stack(rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

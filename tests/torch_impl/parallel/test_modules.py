@@ -244,14 +244,20 @@ def test_the_output_of_a_cut_module_that_would_get_a_part_of_its_gradient_is_ref
         assert "the whole output of another cut module" in message
 
 
-@on_ranks(WORLD)
-def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> None:
+def gated_twins() -> tuple[GatedInside, GatedInside]:
+    """A model that a policy has cut, and one with the same weights that is whole on every rank."""
     model, reference = GatedInside().double(), GatedInside().double()
     reference.load_state_dict(model.state_dict())
     for param in (*model.parameters(), *reference.parameters()):
         dist.broadcast(param.detach(), 0)
     up, down = ParallelPolicy(("up",), "tp", "colwise"), ParallelPolicy(("down",), "tp", "rowwise")
     policy(up, down).apply(model)
+    return model, reference
+
+
+@on_ranks(WORLD)
+def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> None:
+    model, reference = gated_twins()
     rows = torch.arange(8.0 * WIDTH, dtype=torch.float64).view(8, WIDTH).sin()
     for trained in (False, True, True):
         for module, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
@@ -263,13 +269,8 @@ def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> N
 
 @on_ranks(WORLD)
 def test_a_parameter_that_is_added_later_gets_its_whole_gradient() -> None:
-    model, reference = GatedInside().double(), GatedInside().double()
-    reference.load_state_dict(model.state_dict())
-    for param in (*model.parameters(), *reference.parameters()):
-        dist.broadcast(param.detach(), 0)
-    up, down = ParallelPolicy(("up",), "tp", "colwise"), ParallelPolicy(("down",), "tp", "rowwise")
-    policy(up, down).apply(model)
-    # As an adapter would be: it belongs to no unit, so the ranks of the data axis do not average its gradient.
+    model, reference = gated_twins()
+    # The new gate belongs to no unit, as an adapter would, so the ranks of the data axis do not average its gradient.
     model.gate = copy.deepcopy(reference.gate)
     rows = torch.arange(8.0 * WIDTH, dtype=torch.float64).view(8, WIDTH).sin()
     for module, x in (model, rows.chunk(2)[dist.get_rank() // 2]), (reference, rows):
@@ -277,6 +278,7 @@ def test_a_parameter_that_is_added_later_gets_its_whole_gradient() -> None:
     for param, other in zip(model.gate.parameters(), reference.gate.parameters(), strict=True):
         grad = param.grad
         assert grad is not None
+        # Both ranks of the model axis have the same gradient: the mean over all ranks is that over the data axis.
         dist.all_reduce(grad)
         torch.testing.assert_close(grad / WORLD, other.grad, **EXACT)
 
