@@ -5,6 +5,9 @@ BIN := .venv/bin
 # An editable install by a path file. By default setuptools installs an import hook, which mypy, pyright and editors ignore.
 EDITABLE := --config-settings editable_mode=compat -e
 
+# Without bytecode on disk, each test process compiles the tests and each command the product again: 10 % of the tests' time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: relay test test-all test-programs test-versions lint types docs notebooks bench compilers maxtext clean
 
 relay: .venv/.installed

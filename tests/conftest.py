@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # The covered cases are chosen from a record of all cases.
     if not config.pluginmanager.hasplugin("tests.support.mutants.reached"):
         mark_covered_slow(items)
+    # The relay takes more than a minute. If it began last, the other workers would wait for its worker.
+    items.sort(key=lambda item: item.path.name != "test_relay.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -47,14 +48,26 @@ def relayed(file: str | Path, folder: Path) -> Finished:
     return Finished(RelayConfig.load(file), twinshard("relay", file, "--out", folder / "run"), folder / "run")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The first two legs of the quick relay, on two ranks each: half of its CPU time."""
-    folder = tmp_path_factory.mktemp("relay")
-    text = (Path(__file__).parents[2] / "bridge" / "relay" / "configs" / "quick.toml").read_text()
-    legs = "[[leg]]".join(text.split("[[leg]]")[:3])
-    (folder / "short.toml").write_text(re.sub("ranks = [34]", "ranks = 2", legs))
-    return relayed(folder / "short.toml", folder)
+    """The first two legs of the quick relay, on two ranks each: half of its CPU time. All workers share one run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "short-relay"
+    folder.mkdir(exist_ok=True)
+    file, answer = folder / "short.toml", folder / "short.json"
+    # The lock makes the other workers wait for the run of the first.
+    with (folder / "short.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answer.exists():
+            text = (Path(__file__).parents[2] / "bridge" / "relay" / "configs" / "quick.toml").read_text()
+            legs = "[[leg]]".join(text.split("[[leg]]")[:3])
+            file.write_text(re.sub("ranks = [34]", "ranks = 2", legs))
+            done = relayed(file, folder).done
+            answer.write_text(json.dumps([done.args, done.returncode, done.stdout, done.stderr]))
+    done = subprocess.CompletedProcess(*json.loads(answer.read_text()))
+    return Finished(RelayConfig.load(file), done, folder / "run")
 
 
 @pytest.fixture(scope="module")
