@@ -7,6 +7,7 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import torch
+from orbax.checkpoint.experimental import v1
 
-from bridge import CheckpointError, Selection, convert, diff
+from bridge import CheckpointError, Selection, convert, diff, verify
 from bridge.checkpoints.convert.plan import ConvertOptions, conversion_key, planned
 from bridge.checkpoints.jobs.cluster import convert_on
 from bridge.checkpoints.jobs.processes import Processes
@@ -136,7 +138,8 @@ def test_the_count_of_another_part_of_the_chain_that_begins_anew_stays(tmp_path:
 def test_a_weight_without_a_place_is_refused(tmp_path: Path) -> None:
     source, template = saved(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"params/last/bias: expected a place .* for the weight model.last.bias"
+        CheckpointError,
+        match=r"params/last/bias: expected a place .* weights model.last.bias, .* \(--drop 'model.last.bias'\)",
     ):
         convert(
             source,
@@ -294,6 +297,80 @@ def test_random_state_and_a_number_of_the_programs_stay_its_own(tmp_path: Path) 
         jax.random.key_data(restored["rngs"]["params"]["key"]).tolist()
         == jax.random.key_data(jax.random.key(5)).tolist()
     )
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["default", "params,opt_state"])
+def test_a_manager_goes_on_from_a_step_like_its_own(separate: bool, tmp_path: Path) -> None:
+    torch_side = TorchTraining(CHAINS[1], seed=1)
+    torch_side.train(0, BEFORE)
+    LAYOUTS[0].write(torch_side.model, torch_side.optimizer, tmp_path / "torch")
+    side = OptaxTraining(CHAINS[1], TorchTraining(CHAINS[1], seed=2).weights())
+    tree: dict[str, Any] = {"params": side.params, "opt_state": side.state}
+
+    def arguments(kind: Any) -> Any:
+        return ocp.args.Composite(**{k: kind(v) for k, v in tree.items()}) if separate else kind(tree)
+
+    with ocp.CheckpointManager(tmp_path / "own") as manager:
+        manager.save(0, args=arguments(ocp.args.StandardSave))
+    report = convert(tmp_path / "torch", tmp_path / "run" / "3", mapping=MAPPING, like=tmp_path / "own" / "0")
+    # Values outside the tree have a place in an item only.
+    assert ("optimizer.param_groups.0.lr" in report.dropped) == separate
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.latest_step() == BEFORE
+        restored = manager.restore(BEFORE, args=arguments(ocp.args.StandardRestore))
+    side.params, side.state = restored["params"], restored["opt_state"]
+    assert side.train(BEFORE, AFTER) == pytest.approx(torch_side.train(BEFORE, AFTER), rel=1e-6)
+    require_equal(side, torch_side)
+    # The schedule's count is only there.
+    compared = diff(tmp_path / "torch", tmp_path / "run" / "3", mapping=MAPPING)
+    assert [tensor.difference.max_ulp for tensor in compared.tensors] == [0] * 13
+    assert verify(tmp_path / "run" / "3")
+    items = "opt_state, params" if separate else "default"
+    options = ConvertOptions(mapping=MAPPING, like=tmp_path / "own" / "0")
+    with pytest.raises(
+        CheckpointError, match=rf"no named items .* got {items} \(.* a step as the template\)"
+    ):
+        convert_on(Processes(2), tmp_path / "torch", tmp_path / "parts", options, parts=2)
+
+
+def test_the_other_interface_of_orbax_goes_on(tmp_path: Path) -> None:
+    """Its steps have one item, whose name its manager may choose, and the program's own metadata."""
+    source, _ = saved(tmp_path)
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=2).weights())
+    tree = {"params": side.params, "opt_state": side.state}
+    v1.save(tmp_path / "own", tree)
+    v1.save_checkpointables(tmp_path / "steps" / "0", {"items": tree}, custom_metadata={"layers": "scanned"})
+    for template, result in (("own", "arrived"), ("steps/0", "run/3")):
+        convert(source, tmp_path / result, mapping=MAPPING, like=tmp_path / template)
+    restored = [v1.load(tmp_path / "arrived", tree)]
+    restored.append(v1.load_checkpointables(tmp_path / "run" / "3", {"items": tree})["items"])
+    assert [int(state["opt_state"][0].count) for state in restored] == [BEFORE, BEFORE]
+    assert v1.checkpointables_metadata(tmp_path / "run" / "3").custom_metadata == {"layers": "scanned"}
+
+
+def test_the_item_of_a_step_as_the_template_is_no_step(tmp_path: Path) -> None:
+    source, _ = saved(tmp_path)
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=2).weights())
+    with ocp.CheckpointManager(tmp_path / "own") as manager:
+        manager.save(0, args=ocp.args.StandardSave({"params": side.params, "opt_state": side.state}))
+    convert(source, tmp_path / "arrived", mapping=MAPPING, like=tmp_path / "own" / "0" / "default")
+    side.restore(tmp_path / "arrived")
+    assert int(side.state[0].count) == BEFORE
+
+
+def test_random_state_of_the_source_needs_no_place(tmp_path: Path) -> None:
+    own, _ = saved(tmp_path)
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=1).weights())
+    random_state = {"layer": {"rngs": {"count": jnp.uint32(7), "key": jax.random.key(1)}}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(
+            tmp_path / "program", {"params": side.params, "opt_state": side.state, "nnx_aux": random_state}
+        )
+    report = convert(tmp_path / "program", tmp_path / "arrived", mapping=MAPPING, like=own)
+    assert {name for name in report.dropped if "rngs" in name} == {
+        "nnx_aux/layer/rngs/count",
+        "nnx_aux/layer/rngs/key",
+    }
 
 
 def test_parts_in_processes_have_the_template(tmp_path: Path) -> None:

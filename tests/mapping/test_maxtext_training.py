@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -44,11 +43,8 @@ def test_training_goes_on_with_equal_losses(tmp_path: Path) -> None:
     back = tmp_path / "bridge" / "checkpoints" / "2"
     convert(saved, tmp_path / "hf", to="dcp", mapping="llama", into="hf", axes=names)
     convert(tmp_path / "hf", tmp_path / "titan", to="dcp", mapping="llama", into="torchtitan", axes=names)
-    back.mkdir(parents=True)
-    for file in saved.iterdir():
-        if file.is_file():
-            shutil.copy(file, back)
-    convert(tmp_path / "titan", back / "items", to="orbax", mapping="llama", into="maxtext", axes=names)
+    back.parent.mkdir(parents=True)
+    convert(tmp_path / "titan", back, mapping="llama", into="maxtext", axes=names, like=saved)
     with open_checkpoint(tmp_path / "titan") as reader:
         assert "optimizer.state.layers.1.attention.qkv_linear.wqkv.weight.exp_avg_sq" in reader.tensors
     own, through = (train(tmp_path, run, 5)[-2:] for run in ("stock", "bridge"))

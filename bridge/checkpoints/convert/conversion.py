@@ -331,7 +331,7 @@ def _convert(
             require_untouched(conversion, destination)
         attempt = Attempt(
             require_replaceable if replace else None,
-            conversion_key(source, conversion, options.write_items),
+            conversion_key(source, conversion, options.items_to_write),
             resume,
             conversion.companions.place,
         )
@@ -339,7 +339,11 @@ def _convert(
             large_buffers_returned(),
             naming(destination) if isinstance(destination, Path) else nullcontext(),
             create_checkpoint(
-                destination, conversion.format, attempt=attempt, items=options.write_items
+                destination,
+                conversion.format,
+                attempt=attempt,
+                items=options.items_to_write,
+                like=options.step_like,
             ) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.convert.template import Fitted, Template, template_at
+from bridge.checkpoints.convert.template import Fitted, Template, step_of_template, template_at
 from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
 from bridge.core.formats import Format, format_named, open_checkpoint
+from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
@@ -54,9 +55,10 @@ class ConvertOptions:
     mapping for any model that the source's `config.json` names. companions: also copy `config.json`, tokenizer files
     and the like. dequantize: decode MXFP4 weights and float8 weights with scales of blocks to bfloat16, see
     `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
-    each become an item of an Orbax destination. optimizer_order: the meaning of torch's numbers in optimizer states:
-    "model", or a file with one weight's name on each line, see `numbered_states.py`. like: a checkpoint that the
-    destination's program saved; the destination gets exactly its tree, see `template.py`.
+    each become an item of an Orbax destination; default: the items of a template that is a step. optimizer_order: the
+    meaning of torch's numbers in optimizer states: "model", or a file with one weight's name on each line, see
+    `numbered_states.py`. like: a checkpoint that the destination's program saved; the destination gets exactly its
+    tree, see `template.py`.
     """
 
     to: Format | None = None
@@ -81,6 +83,18 @@ class ConvertOptions:
             format_named(self.to)
         if self.write_items and self.to not in (None, "orbax"):
             raise ValueError(f"expected format orbax, which has items, for write_items, got {self.to!r}")
+
+    @cached_property
+    def step_like(self) -> StepMetadata | None:
+        """The template's step with named items, if the destination is to be such a step."""
+        if self.write_items or self.like is None or self.to not in (None, "orbax"):
+            return None
+        return step_of_template(self.like)
+
+    @property
+    def items_to_write(self) -> Sequence[str]:
+        """The named items of the destination, from the template if they are not chosen."""
+        return self.write_items if self.step_like is None else tuple(self.step_like.handlers)
 
     @property
     def concern_a_mapping(self) -> bool:

@@ -19,12 +19,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
 from bridge.checkpoints.ground.selection import STATE_ROOTS
 from bridge.core.formats import Format, format_named, open_checkpoint
+from bridge.core.formats.orbax.item import StepMetadata, step_metadata
+from bridge.core.formats.stores.store import is_url, local_path
 from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
@@ -35,6 +38,7 @@ from bridge.core.formats.tensors.base import (
 )
 from bridge.core.formats.tensors.leaves import LEAVES, empty_kind, kinds_of
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
+from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.mapping.language.conventions import MOMENTS, WORDS, Section, path_of_scales
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
@@ -89,6 +93,12 @@ def template_at(path: str | os.PathLike[str]) -> Iterator[Template]:
     """The opened template, until the end of the block."""
     with open_checkpoint(path) as reader:
         yield Template(reader)
+
+
+def step_of_template(path: str | os.PathLike[str]) -> StepMetadata | None:
+    """The step with named items that the template is, so that the destination is such a step; else None."""
+    local = local_path(str(path)) if is_url(path) else Path(path)
+    return None if local is None else step_metadata(local)
 
 
 @dataclass(frozen=True)
@@ -256,6 +266,7 @@ class _Fit:
         """The names of what the template has no place for. A weight without a place is a problem."""
         placed = {self._planned_name(info.path) for info in self.template.tensors.values()}
         placed |= {self._planned_name(path) for path in self.template.object_paths.values()}
+        without_place: dict[str, str] = {}
         # A cast decodes moments with scales, and then drops the scales.
         scales = {
             path_of_scales(tensor.path) for tensor in self.plan.tensors.values() if tensor.name in placed
@@ -265,20 +276,25 @@ class _Fit:
                 continue
             if tensor.path in scales:
                 self.tensors[name] = tensor
-            elif _moment_of(tensor.path) is None and _root(tensor.path) not in STATE_ROOTS:
-                self.problems.append(
-                    f"{name}: expected a place in the template for the weight {first_of(tensor.sources)}, found none; "
-                    "leave it out (--drop) if the other program has no such weight"
-                )
+            elif _moment_of(tensor.path) is None and not _is_state(tensor.path):
+                without_place[name] = first_of(tensor.sources)
             else:
                 yield from tensor.sources or (name,)
+        if without_place:
+            self.problems.append(
+                f"{first_of(without_place, _MOST_PROBLEMS)}: expected a place in the template for the weights "
+                f"{first_of(without_place.values(), 2)}, found none; leave weights out that the other program does not "
+                f"have (--drop {next(iter(without_place.values()))!r})"
+            )
         for name, (path, old) in self.plan.objects.items():
             if name in placed:
                 continue
             if empty_kind(value_of(self.source, old)) is not None:
                 continue
-            # Orbax keeps other values outside the tree, where no program restores them.
-            if self.to == "orbax":
+            # Orbax keeps other values outside an item's tree, where no program restores them.
+            if self.to == "orbax" and (
+                not isinstance(self.template, JoinedReader) or path[0] in self.template.parts
+            ):
                 self.objects[name] = path, old
             else:
                 yield old
@@ -342,6 +358,11 @@ class _Fit:
 
 def _root(path: TreePath) -> str:
     return str(path[0]).partition(".")[0]
+
+
+def _is_state(path: TreePath) -> bool:
+    """Whether something is the program's own state, such as random state anywhere in the tree, not a weight."""
+    return _root(path) in STATE_ROOTS or not {"rng", "rngs"}.isdisjoint(path)
 
 
 def _is_count(path: TreePath) -> bool:

@@ -345,10 +345,10 @@ def _counts(value: object) -> Mapping[str, int]:
 
 def require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
     """The absolute path of a destination in parts. CheckpointError for one in a store, a single file, several items."""
-    if options.write_items:
+    if options.items_to_write:
         raise CheckpointError(
-            f"{dst}: expected one item for a conversion in parts, got {', '.join(options.write_items)}; "
-            "convert without parts to write several"
+            f"{dst}: expected no named items for a conversion in parts, got {', '.join(options.items_to_write)} "
+            "(--write-item, or a step as the template); convert without parts to write a step with items"
         )
     local = local_path(str(dst))
     if is_url(dst) and local is None:

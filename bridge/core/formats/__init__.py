@@ -19,6 +19,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from bridge.core.formats.dcp.metadata import metadata_files
 from bridge.core.formats.files.atomic import is_unfinished
 from bridge.core.formats.files.journal import Attempt
+from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.safetensors.files import holds_safetensors
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.store import hub_hint, is_url
@@ -212,18 +213,24 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
 
 
 def create_checkpoint(
-    path: str | os.PathLike[str], format: Format, *, attempt: Attempt | None = None, items: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    format: Format,
+    *,
+    attempt: Attempt | None = None,
+    items: Sequence[str] = (),
+    like: StepMetadata | None = None,
 ) -> CheckpointWriter:
     """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 
-    `format` is one of FORMATS, else ValueError. items: keys of the tree that each become an item, in Orbax only.
+    `format` is one of FORMATS, else ValueError. items: keys of the tree that each become an item, in Orbax only. like:
+    the step that has these items in the program that will restore them, see `OrbaxItemsWriter`.
     """
     if items and format != "orbax":
         raise CheckpointError(f"{path}: expected orbax, which has items (--write-item), got {format}")
     if items and is_url(path):
         raise CheckpointError(
-            f"{path} is in an object store: expected one item there, got {', '.join(items)}; convert to a local "
-            "path to write several"
+            f"{path} is in an object store: expected no named items there, got {', '.join(items)} (--write-item, or a "
+            "step as the template); convert to a local path to write a step with items"
         )
     if format == "dcp":
         from bridge.core.formats.dcp.writer import DcpWriter
@@ -232,7 +239,7 @@ def create_checkpoint(
     if items:
         from bridge.core.formats.orbax.items_writer import OrbaxItemsWriter
 
-        return OrbaxItemsWriter(path, items, attempt)
+        return OrbaxItemsWriter(path, items, attempt, like=like)
     if format == "orbax":
         from bridge.core.formats.orbax.writer import OrbaxWriter
 

@@ -12,13 +12,16 @@ Items are found without being named only if their names say that each is a part 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from bridge.core.formats.files.atomic import is_unfinished
+from bridge.core.formats.reading.regular_files import small_file
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
+from bridge.core.text_files import parse_json
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
@@ -138,6 +141,40 @@ def items_of_one_state(path: Path) -> dict[str, Path]:
 def has_items(path: Path) -> bool:
     """Whether there are items at `path`, or in the one step that it has."""
     return not (path / TREE_FILE).is_file() and bool(_items(path))
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """A step with named items, as another program saved it.
+
+    handlers: by item with arrays, the class by which Orbax reads it; empty if the step does not tell. custom: the
+    program's own metadata.
+    """
+
+    handlers: Mapping[str, str]
+    custom: Mapping[str, object]
+
+
+def step_metadata(path: Path) -> StepMetadata | None:
+    """The metadata of the one step at `path` or in it; None if `path` is an item, or there is no step with items.
+
+    CheckpointError for metadata that is no JSON.
+    """
+    items = {} if not path.is_dir() or (path / TREE_FILE).is_file() else _items(path)
+    if not items:
+        return None
+    step = next(iter(items.values())).parent
+    content: object = {}
+    if (step / STEP_FILE).is_file():
+        content = parse_json(
+            small_file(step, STEP_FILE, "the step's metadata"), str(step / STEP_FILE), CheckpointError, "JSON"
+        )
+    told = content if isinstance(content, dict) else {}
+    handlers, custom = told.get("item_handlers"), told.get("custom_metadata")
+    known = handlers if isinstance(handlers, dict) else {}
+    return StepMetadata(
+        {name: str(known.get(name, "")) for name in items}, custom if isinstance(custom, dict) else {}
+    )
 
 
 def _items(path: Path) -> dict[str, Path]:

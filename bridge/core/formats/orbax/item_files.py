@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -47,10 +48,16 @@ HANDLERS: Final = {
 """By layout, the name by which Orbax finds the handler that reads an item."""
 
 
-def write_step(root: Path, handlers: str | Mapping[str, str], started: int) -> None:
+def write_step(
+    root: Path,
+    handlers: str | Mapping[str, str],
+    started: int,
+    custom: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """Write the files that make `root` a step, or a checkpoint of one item; the completion mark is written last.
 
     handlers: the handler of the only item, or handlers by item name. started: when, in nanoseconds of the epoch.
+    custom: metadata of the program that will read the step.
     """
     step = {
         "item_handlers": handlers,
@@ -58,7 +65,7 @@ def write_step(root: Path, handlers: str | Mapping[str, str], started: int) -> N
         "performance_metrics": {},
         "init_timestamp_nsecs": started,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
+        "custom_metadata": dict(custom),
     }
     _write_json(root / STEP_FILE, step)
     (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")

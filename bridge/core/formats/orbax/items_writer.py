@@ -1,4 +1,4 @@
-"""Write an Orbax step whose state is in several items: each item contains everything below one key of the tree.
+"""Write an Orbax step of named items: each item contains everything below one key of the tree, or one item all of it.
 
     <path>/{_CHECKPOINT_METADATA, commit_success.txt}
     <path>/params/{_METADATA, commit_success.txt, manifest.ocdbt, d/*}         its kernel is params/kernel
@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from bridge.core.formats.files.manifest import MANIFEST_FILE, Manifest, object_c
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import AtomicWriter
 from bridge.core.formats.files.sink import Place, Sink
+from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
@@ -55,12 +56,12 @@ class _Item:
 
 
 class _Stores(Sink):
-    """The chunks of all items; see `Sink`."""
+    """The chunks of all items; see `Sink`. item_of: the item of a tensor's path."""
 
     placed = True
 
-    def __init__(self, items: Mapping[str, _Item]) -> None:
-        self._items = items
+    def __init__(self, item_of: Callable[[TreePath], _Item]) -> None:
+        self._item_of = item_of
 
     def place(self, info: TensorInfo, number: int) -> Place:
         return self._of(info).place(info, number)
@@ -82,20 +83,30 @@ class _Stores(Sink):
         return self._of(info).decode(info, number, data)
 
     def _of(self, info: TensorInfo) -> ChunkStore:
-        return self._items[str(info.path[0])].store
+        return self._item_of(info.path).store
 
 
 class OrbaxItemsWriter(AtomicWriter):
     """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
 
-    CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item has a manifest.
+    like: the step of the program that will restore this one. If this step has one item, the item contains the whole
+    tree, so its name is not a key. Each item has a manifest.
+
+    CheckpointError for names that cannot name a directory, or for a leaf outside all items.
     """
 
     format = "orbax"
 
     def __init__(
-        self, path: str | os.PathLike[str], items: Sequence[str], attempt: Attempt | None = None
+        self,
+        path: str | os.PathLike[str],
+        items: Sequence[str],
+        attempt: Attempt | None = None,
+        *,
+        like: StepMetadata | None = None,
     ) -> None:
+        self._like = like or StepMetadata({}, {})
+        self._keys_above = 0 if len(self._like.handlers) == 1 else 1
         wrong = [name for name in items if not _NAME.fullmatch(name)]
         if wrong or len(set(items)) != len(items):
             raise CheckpointError(
@@ -111,7 +122,7 @@ class OrbaxItemsWriter(AtomicWriter):
         try:
             self._record = ChunkRecord(self.path, self._directory.journal)
             self._items = {name: self._new_item(name) for name in items}
-            self._sink = _Stores(self._items)
+            self._sink = _Stores(self._item_of)
         except BaseException:
             self._directory.abort()
             raise
@@ -127,8 +138,8 @@ class OrbaxItemsWriter(AtomicWriter):
         self._require_open()
         leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
         dtype_name(dtype)
-        item = self._item_of(leaf)
-        layout = array_layout(leaf[1:], shape, dtype, chunk_shape)
+        item, own = self._item_of(leaf), leaf[self._keys_above :]
+        layout = array_layout(own, shape, dtype, chunk_shape)
         try:
             boxes = grid_of_chunks(shape, layout.chunk)
         except CheckpointError as error:
@@ -136,7 +147,7 @@ class OrbaxItemsWriter(AtomicWriter):
         info = TensorInfo(leaf_name(leaf), leaf, shape, dtype, boxes)
         with self._lock:
             self._claims.add(leaf)
-            item.layouts[leaf[1:]] = layout
+            item.layouts[own] = layout
             self._record.declare(info)
             item.store.declare(info.name, layout)
         return info
@@ -149,19 +160,20 @@ class OrbaxItemsWriter(AtomicWriter):
         item = self._item_of(leaf)
         with self._lock:
             self._claims.add(leaf)
-            item.objects[leaf[1:]] = value
+            item.objects[leaf[self._keys_above :]] = value
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Declare what leaves are for stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
         for key, item in self._items.items():
             for path in (*item.layouts, *item.objects):
-                leaf_kind = kinds.get(leaf_name((key, *path)))
+                name = leaf_name(self._leaf(key, path))
+                leaf_kind = kinds.get(name)
                 layout = item.layouts.get(path)
                 if leaf_kind is None:
                     continue
                 if layout is not None:
-                    what = f"{self.path}: tensor {leaf_name((key, *path))!r}"
+                    what = f"{self.path}: tensor {name!r}"
                     require_key_data(what, leaf_kind, layout.dtype, layout.shape)
                 item.kinds[path] = leaf_kind
 
@@ -174,20 +186,27 @@ class OrbaxItemsWriter(AtomicWriter):
                 item.store.finish(self._record.sync)
             # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a chain.
             implied = implied_kinds(
-                ((name, *path) for path in item.layouts),
-                {(name, *path): value for path, value in item.objects.items()},
+                (self._leaf(name, path) for path in item.layouts),
+                {self._leaf(name, path): value for path, value in item.objects.items()},
             )
-            kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
+            kinds = {path[self._keys_above :]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
             write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
             mark_item(item.directory)
             self._write_manifest(name, item)
-        write_step(self._directory.temporary, dict.fromkeys(self._items, HANDLERS["v0"]), self._started)
+        handlers = {name: self._like.handlers.get(name) or HANDLERS["v0"] for name in self._items}
+        write_step(self._directory.temporary, handlers, self._started, self._like.custom)
 
     def _new_item(self, name: str) -> _Item:
         directory = self._directory.temporary / name
         return _Item(directory, ChunkStore(directory, self._record.open, complete=True))
 
+    def _leaf(self, name: str, path: TreePath) -> TreePath:
+        """The path in the whole tree of ``path`` in the item ``name``."""
+        return (name, *path) if self._keys_above else path
+
     def _item_of(self, leaf: TreePath) -> _Item:
+        if not self._keys_above:
+            return next(iter(self._items.values()))
         name = str(leaf[0])
         if name == LEAVES[0] and name not in self._items:
             # Notes that a conversion adds itself: users cannot be asked to name an item for them.
@@ -202,7 +221,7 @@ class OrbaxItemsWriter(AtomicWriter):
         return item
 
     def _write_manifest(self, name: str, item: _Item) -> None:
-        own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
+        own = {leaf_name(self._leaf(name, path)): leaf_name(path) for path in item.layouts}
         tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
         files = {}
         # An attempt that was killed during its commit may have left its manifest.

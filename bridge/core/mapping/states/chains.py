@@ -16,11 +16,13 @@ from collections.abc import Collection, Sequence
 from bridge.core.formats.tensors.base import TreePath
 from bridge.core.mapping.language.conventions import Convention, Section
 
-_BEHIND: tuple[tuple[Section, str, int, str], ...] = (
-    ("exp_avg", "optax.adamw", 2, "mu, nu and count into the ScaleByAdamState"),
-    ("momentum_buffer", "optax.sgd with momentum", 1, "trace into the TraceState"),
+_BEHIND: tuple[tuple[Section, str, int], ...] = (
+    ("exp_avg", "optax.adamw", 2),
+    ("momentum_buffer", "optax.sgd with momentum", 1),
 )
-"""Moment, optimizer, the number of parts after its state (weight decay, the learning rate), and what goes where."""
+"""Moment, optimizer, and the number of parts after its state: weight decay and the learning rate."""
+
+_TEMPLATE = "convert with a checkpoint that your program saved as the template (--like)"
 
 
 def completed(
@@ -33,25 +35,21 @@ def completed(
     written = [entry for entry in _BEHIND if entry[0] in sections]
     if not written:
         return {}, ""
-    section, _, behind, _ = written[0]
+    section, _, behind = written[0]
     path = target.path_of(section)
     node = path[: max(k for k, key in enumerate(path) if key in ("mu", "trace"))]
     shown = "/".join(map(str, node))
-    optimizers = " and ".join(name for _, name, _, _ in written)
-    by_hand = (
-        f"restore {node[0]} without a target, and put {' and '.join(moved for *_, moved in written)} of "
-        "optimizer.init(params)"
-    )
+    optimizers = " and ".join(name for _, name, _ in written)
     if len(written) > 1:
         return {}, (
             f"{shown} contains the states of {optimizers}, which no optax chain has together, so stock Orbax can "
-            f"restore it for no optimizer: {by_hand}"
+            f"restore it for no optimizer: {_TEMPLATE}"
         )
     wrapper = next((key for key in node[1:] if isinstance(key, str)), None)
     if wrapper is not None:
         return {}, (
             f"{shown} contains the state of {optimizers} inside {wrapper}, whose other values torch does not have, so "
-            f"stock Orbax can restore it for no optimizer: {by_hand}"
+            f"stock Orbax can restore it for no optimizer: {_TEMPLATE}"
         )
     if len(node) == 1:
         return {}, f"{shown} contains only the state of {optimizers}, without a chain"
@@ -65,6 +63,5 @@ def completed(
     count = "/".join(map(str, (*empty[-1], "count")))
     return dict.fromkeys(free), (
         f"{node[0]} is the state of {optimizers} with a constant learning rate{front}, and stock Orbax restores it "
-        f"only for that chain. For another chain, such as one with a schedule, which also has {count}: {by_hand}, and "
-        "put the same count into the schedule's state"
+        f"only for that chain. For another chain, such as one with a schedule, which also has {count}: {_TEMPLATE}"
     )
