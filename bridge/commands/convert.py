@@ -47,7 +47,8 @@ def convert(
     """Convert a checkpoint to another format, bit for bit.
 
     With --mapping, the command translates names and layouts, also of the optimizer state, to the other framework.
-    Without --mapping every tensor keeps its name, as a path. DST appears only when it is complete.
+    Without --mapping every tensor keeps its name, as a path, unless --into, --from or --like need a mapping: then a
+    shipped one is found by config.json or by the names. DST appears only when it is complete.
 
     \b
     Example:
@@ -62,7 +63,9 @@ def convert(
     from bridge.checkpoints.convert.plan import ConvertOptions
     from bridge.core.formats import format_named
 
-    translation, write_items, step = mapping.arguments(), item_names(run.write_item), run.step_number()
+    found = (mapping.into, mapping.from_, content.like) != (None, None, None)
+    translation = mapping.arguments(found=found)
+    write_items, step = item_names(run.write_item), run.step_number()
     if write_items and to not in (None, "orbax"):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     target = None if to is None else format_named(to)

@@ -130,13 +130,14 @@ class MappingOptions:
         ),
     ] = False
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, *, found: bool = False) -> dict[str, Any]:
         """These options as arguments of `bridge.convert` and `bridge.diff`.
 
-        Raises a usage error for wrong sizes, and for an option that needs a mapping if there is no mapping.
+        found: a mapping is found for the source if none is named. Raises a usage error for wrong sizes, and for an
+        option that needs a mapping if there is no mapping.
         """
-        axes = axis_sizes(self.axis, self.mapping)
-        if self.mapping is None:
+        axes = axis_sizes(self.axis, self.mapping, found=found)
+        if self.mapping is None and not found:
             self._require_none()
         arguments = {**vars(self), "axes": axes}
         del arguments["axis"]
@@ -239,9 +240,9 @@ def item_names(options: list[str] | None) -> tuple[str, ...]:
     return tuple(name for option in options or [] for name in option.split(",") if name)
 
 
-def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:
+def axis_sizes(options: list[str] | None, mapping: str | None, *, found: bool = False) -> dict[str, int]:
     """The sizes by name from `NAME=SIZE` texts. Other texts, and texts without a mapping, are usage errors."""
-    if options and mapping is None:
+    if options and mapping is None and not found:
         raise typer.BadParameter("--axis needs --mapping: the axes belong to a mapping")
     axes = {}
     for option in options or []:

@@ -140,8 +140,14 @@ def test_the_command_line_ties_and_says_what_it_left_out(tmp_path: Path) -> None
     assert "model.lm_head.weight" in result.output
     with open_checkpoint(tmp_path / "jax") as jax_tree:
         assert "params/lm_head/kernel" not in jax_tree.tensors
-    for option in (["--tied", "once"], ["--into", "jax"], ["--from", "torch"]):
-        result = CliRunner().invoke(app, ["convert", str(tmp_path / "torch"), str(tmp_path / "no"), *option])
+    for command in ("convert", "diff"):
+        result = CliRunner().invoke(
+            app, [command, str(tmp_path / "torch"), str(tmp_path / "no"), "--tied", "once"]
+        )
+        assert result.exit_code == 2
+        assert "--tied needs --mapping" in " ".join(result.output.split())
+    for option in (["--into", "jax"], ["--from", "torch"]):
+        result = CliRunner().invoke(app, ["diff", str(tmp_path / "torch"), str(tmp_path / "jax"), *option])
         assert result.exit_code == 2
         assert f"{option[0]} needs --mapping" in " ".join(result.output.split())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from bridge.checkpoints.convert.found_mapping import found_mapping
 from bridge.checkpoints.convert.template import Fitted, Template, step_of_template, template_at
 from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
@@ -31,12 +32,14 @@ from bridge.core.formats.whole.companions import (
 )
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.long_calls import collection_paused
+from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
 from bridge.core.mapping.plan.plan import TranslationPlan, carried_over
 from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.version import __version__
@@ -47,7 +50,8 @@ class ConvertOptions:
     """The choices of a conversion.
 
     to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` first considers the
-    destination's name). mapping: a shipped family's name, a TOML file or a table; without one, tree paths are kept.
+    destination's name). mapping: a shipped family's name, a TOML file or a table; without one, tree paths are kept, or,
+    if a convention or a template needs a mapping, `found_mapping` chooses.
     into, from_: conventions of the mapping, if names and format do not determine them. axes: sizes for the mapping's
     axes, which override its table. selection: which part of the source. casts: dtypes by patterns of names in the
     destination. tied: whether a weight with two names is stored "once" or under "both"; default: as in the source.
@@ -95,6 +99,11 @@ class ConvertOptions:
     def items_to_write(self) -> Sequence[str]:
         """The named items of the destination, from the template if they are not chosen."""
         return self.write_items if self.step_like is None else tuple(self.step_like.handlers)
+
+    @property
+    def finds_a_mapping(self) -> bool:
+        """Whether a shipped mapping is found for the source, if names or conventions need one."""
+        return self.mapping is None and not (self.into is None and self.from_ is None and self.like is None)
 
     @property
     def concern_a_mapping(self) -> bool:
@@ -168,30 +177,29 @@ def planned(
 
     Raises the errors of `convert` about source, mapping, selection and casts.
     """
-    table, casts = _table_of(options), parse_casts(options.casts)
+    table, casts = _table_of(options, options.mapping), parse_casts(options.casts)
     with (
         ExitStack() as planning,
         open_checkpoint(source, verify=options.verify, items=options.items) as whole,
         template_at(options.like) if options.like else nullcontext() as template,
     ):
         planning.enter_context(collection_paused())
-        reader = held = checked(whole) if options.verify else whole
+        held = checked(whole) if options.verify else whole
         if options.dequantize:
-            reader = held = DequantizedReader(held)
-        left_out: Sequence[str] = ()
-        if table is not None:
-            table = with_config(table, whole)
-            reader = held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
-        if not options.selection.everything:
-            reader = selected = SelectedReader(held, options.selection)
-            left_out = selected.left_out
-            if table is not None:
-                # A part of a model may lack tensors that rules require, or that determine sizes.
-                table = with_stored_sizes(table, held).part()
+            held = DequantizedReader(held)
+        target = options.to or _usual_target(held, template)
+        found = ""
+        if options.mapping is None and (why := _needs_mapping(held, template, options)):
+            table, found = found_mapping(
+                held,
+                lambda t: _chosen(whole, held, template, target, _table_of(options, t), options),
+                [name for name in (options.into, options.from_) if name is not None],
+                why,
+            )
+            table = _table_of(options, table)
+        fitted, held, left_out = _chosen(whole, held, template, target, table, options)
         files, digest = _files_of(whole)
         template_files, template_digest = ((), "") if template is None else _files_of(template.reader)
-        target = options.to or _usual_target(reader, template)
-        fitted = _fitted(reader, template, target, table, options)
         plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts, **casts}
         held = held if template is None else reader
         outputs = apply_casts(plan.tensors.values(), casts)
@@ -215,7 +223,7 @@ def planned(
             plan.inexact,
             _companions(whole, unread, options),
             conventions=plan.conventions,
-            remarks=plan.remarks,
+            remarks=(*([found] if found else []), *plan.remarks),
             left_alone=unread,
             filled=fitted.filled,
             template_files=template_files,
@@ -225,10 +233,46 @@ def planned(
         yield conversion, reader
 
 
-def _table_of(options: ConvertOptions) -> MappingTable | None:
-    if not options.concern_a_mapping:
+def _table_of(options: ConvertOptions, mapping: MappingLike | None) -> MappingTable | None:
+    if mapping is None and (options.finds_a_mapping or not options.concern_a_mapping):
         return None
-    return mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
+    return mapping_table(mapping, options.axes, options.tied, any_model=options.any_model)
+
+
+def _needs_mapping(reader: CheckpointReader, template: Template | None, options: ConvertOptions) -> str:
+    """Why a conversion that names no mapping needs one; empty if it does not."""
+    if not options.finds_a_mapping:
+        return ""
+    if template is None or options.into is not None or options.from_ is not None:
+        return f"convention {options.into or options.from_} belongs to one"
+    try:
+        table_of_equal_names(reader, template.reader)
+    except MappingError as error:
+        return str(error)
+    return ""
+
+
+def _chosen(
+    whole: CheckpointReader,
+    held: CheckpointReader,
+    template: Template | None,
+    target: Format,
+    table: MappingTable | None,
+    options: ConvertOptions,
+) -> tuple[Fitted, CheckpointReader, Sequence[str]]:
+    """The translation of the selected part, the reader before the selection, and the names that are left out."""
+    left_out: Sequence[str] = ()
+    if table is not None:
+        table = with_config(table, whole)
+        held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
+    reader = held
+    if not options.selection.everything:
+        reader = selected = SelectedReader(held, options.selection)
+        left_out = selected.left_out
+        if table is not None:
+            # A part of a model may lack tensors that rules require, or that determine sizes.
+            table = with_stored_sizes(table, held).part()
+    return _fitted(reader, template, target, table, options), held, left_out
 
 
 def _files_of(reader: CheckpointReader) -> tuple[tuple[Path, ...], str]:

@@ -37,7 +37,7 @@ def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> 
             first_of(sorted(".".join(keys) for keys in names - shared), 2) for names in (ours, theirs)
         ]
         raise MappingError(
-            f"expected a mapping (--mapping) from {source.path} to {target.path}, whose weights have other names: "
+            f"{source.path} and {target.path} have weights with other names: "
             f"{len(shared)} of {len(ours)} names are equal, but not {examples[0]}, and there {examples[1]}"
         )
     rules = tuple(

@@ -132,7 +132,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     # leave less to a root, wins, as with "transformer.wte" and "wte". Some differ only in their optimizer state.
     ranks = {
         name: (
-            _fits(f, mapping),
+            fits(f, mapping),
             len(f.weights),
             f.convention.places["weights"] == mapping.conventions[name].places["weights"],
             -len(f.convention.places["weights"]),
@@ -164,7 +164,7 @@ def _alike(conventions: Sequence[str], rules: Iterable[Rule], weights: Iterable[
     return all(rule.entries(other) == rule.entries(first) for rule in used.values() for other in others)
 
 
-def _fits(tree: SourceTree, mapping: MappingTable) -> bool:
+def fits(tree: SourceTree, mapping: MappingTable) -> bool:
     """Whether every rule that the convention requires has a tensor."""
     index = NameIndex(mapping.rules, tree.convention.name)
     return complete(_used(tree.weights, index, mapping), needed(mapping.rules, tree.convention.name))
