@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from bridge.checkpoints.compare.diff import diff
     from bridge.checkpoints.compare.ulp import Tolerance
     from bridge.checkpoints.convert import convert
+    from bridge.checkpoints.convert.plan import ConvertOptions
     from bridge.checkpoints.ground.selection import Selection
     from bridge.checkpoints.inspect.summary import inspect
+    from bridge.checkpoints.prove.proof import prove
     from bridge.checkpoints.verify import verify
     from bridge.core.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
 
 __all__ = [
     "Box",
     "CheckpointError",
+    "ConvertOptions",
     "Selection",
     "Tolerance",
     "__version__",
@@ -39,12 +42,14 @@ __all__ = [
     "diff",
     "inspect",
     "open_checkpoint",
+    "prove",
     "verify",
 ]
 
 _HOMES = {
     "Box": "bridge.core.formats",
     "CheckpointError": "bridge.core.formats",
+    "ConvertOptions": "bridge.checkpoints.convert.plan",
     "Selection": "bridge.checkpoints.ground.selection",
     "Tolerance": "bridge.checkpoints.compare.ulp",
     "convert": "bridge.checkpoints.convert",
@@ -52,6 +57,7 @@ _HOMES = {
     "diff": "bridge.checkpoints.compare.diff",
     "inspect": "bridge.checkpoints.inspect.summary",
     "open_checkpoint": "bridge.core.formats",
+    "prove": "bridge.checkpoints.prove.proof",
     "verify": "bridge.checkpoints.verify",
 }
 

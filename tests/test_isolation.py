@@ -31,6 +31,8 @@ BELOW = {"bridge.core.dtype_names", "bridge.core.text", "bridge.core.text_files"
 # These hold one framework's side of a pair of models.
 PAIR = ROOT / "bridge" / "parity"
 RUNTIME_SIDES = {
+    ROOT / "bridge" / "checkpoints" / "prove" / "torch_step.py": TORCH,
+    ROOT / "bridge" / "checkpoints" / "prove" / "optax_step.py": JAX,
     **dict.fromkeys(PAIR.glob("torch/*.py"), TORCH),
     **dict.fromkeys(PAIR.glob("jax/*.py"), JAX),
     ROOT / "bridge" / "examples" / "files" / "parity" / "torch_model.py": TORCH,

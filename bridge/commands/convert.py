@@ -85,6 +85,10 @@ def convert(
         missing = None if run.dry_run or run.parents else missing_parent(dst)
         if missing is not None:
             ask_for_parents(missing, dst)
+    if run.prove and (request is not None or run.dry_run):
+        raise typer.BadParameter(
+            "--prove needs the whole result: convert without --part, --parts and --dry-run"
+        )
     if request is not None:
         from bridge.commands.convert_parts import convert_in_parts
 
@@ -128,7 +132,14 @@ def _convert(
             progress=progress,
             workers=run.workers,
         )
-    print_result(report, json)
+        proof = None
+        if run.prove:
+            from bridge.checkpoints.prove.proof import prove
+
+            proof = prove(at_step(src, step), dst, options)
+    print_result(report, json, proof)
+    if proof is not None and not proof:
+        raise typer.Exit(1)
 
 
 def conversion_document(conversion: Conversion) -> dict[str, object]:

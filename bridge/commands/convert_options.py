@@ -68,6 +68,14 @@ class RunOptions(ItemOptions):
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="Restore the result by its stock library, take one step by stock optimizers from source and result, "
+            "and compare; the exit status is 1 if the steps differ or cannot be taken.",
+        ),
+    ] = False
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete.")
     ] = False

@@ -12,16 +12,17 @@ from bridge.core.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.convert.conversion import ConvertReport
+    from bridge.checkpoints.prove.proof import Proof
 
 ASKED_FOR = 5
 """How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""
 
 
-def print_result(report: ConvertReport, json: bool) -> None:
-    """Print what was converted, the time it took, and the remarks."""
+def print_result(report: ConvertReport, json: bool, proof: Proof | None = None) -> None:
+    """Print what was converted, the time it took, the remarks, and the proof, if there is one."""
     out = Console()
     if json:
-        print_json(out, report)
+        print_json(out, report if proof is None else {**vars(report), "proof": proof})
         return
     print_line(
         out,
@@ -30,6 +31,8 @@ def print_result(report: ConvertReport, json: bool) -> None:
         f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}{names_of(report.conventions)}",
     )
     print_remarks(out, report)
+    for line in () if proof is None else proof.summary().splitlines():
+        print_line(out, f"proof: {line}")
 
 
 def names_of(conventions: tuple[str, str] | None) -> str:

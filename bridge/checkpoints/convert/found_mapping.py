@@ -36,6 +36,8 @@ def found_mapping(
         fitting = [
             name for name, table in tables.items() if table.models and not mismatch(table.models, fields)
         ]
+        # Several mappings may be for a model, such as Megatron's; the first choice is named after the model.
+        fitting = [name for name in fitting if name == model] or fitting
         if len(fitting) == 1:
             # Other problems are those of this mapping, which says them best.
             return tables[fitting[0]], f"mapping {fitting[0]}, for model_type {model} in {file}"

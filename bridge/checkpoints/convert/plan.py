@@ -124,7 +124,8 @@ class Conversion:
     calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
     filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
-    template_files: like files, and template_digest: like digest, of the template; empty without one.
+    template_files: like files, and template_digest: like digest, of the template; empty without one. mapping, sides:
+    see `Fitted`.
     """
 
     source: Path | str
@@ -144,6 +145,8 @@ class Conversion:
     filled: Mapping[str, str] = field(default_factory=dict)
     template_files: tuple[Path, ...] = ()
     template_digest: str = ""
+    mapping: MappingTable | None = None
+    sides: tuple[str, str] | None = None
 
     @cached_property
     def nbytes(self) -> int:
@@ -228,6 +231,8 @@ def planned(
             filled=fitted.filled,
             template_files=template_files,
             template_digest=template_digest,
+            mapping=fitted.mapping,
+            sides=fitted.sides,
         )
         planning.close()
         yield conversion, reader
@@ -298,7 +303,8 @@ def _fitted(
 ) -> Fitted:
     """The translation, with the template's leaves if there is a template."""
     if template is None:
-        return Fitted(_translation(reader, target, table, options), reader)
+        plan = _translation(reader, target, table, options)
+        return Fitted(plan, reader, mapping=table, sides=plan.conventions)
     return template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
 
 

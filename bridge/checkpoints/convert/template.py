@@ -79,13 +79,16 @@ class Fitted:
     """A plan with exactly the template's leaves, and the reader that has them and the source's.
 
     casts: to the template's dtypes where the source's differ, by patterns that each match one name. filled: by name in
-    the destination, the content of each leaf that the source lacks.
+    the destination, the content of each leaf that the source lacks. mapping, sides: the translation and its conventions
+    of source and template, also between equal names.
     """
 
     plan: TranslationPlan
     reader: CheckpointReader
     casts: Mapping[str, np.dtype] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
+    mapping: MappingTable | None = None
+    sides: tuple[str, str] | None = None
 
 
 @contextmanager
@@ -134,7 +137,7 @@ class Template:
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
         assert plan.conventions is not None  # it has a mapping
-        told = plan.remarks
+        told, sides = plan.remarks, plan.conventions
         if any(_moment_of(tensor.path) for tensor in plan.tensors.values()):
             # The template's state is read as strictly as a source's: its names may mean other values.
             convention = table.conventions[plan.conventions[0]]
@@ -145,7 +148,8 @@ class Template:
         plan = dataclasses.replace(
             plan, conventions=plan.conventions if translated else None, remarks=tuple(dict.fromkeys(told))
         )
-        return _Fit(source, self.reader, named, plan, to).fitted()
+        fitted = _Fit(source, self.reader, named, plan, to).fitted()
+        return dataclasses.replace(fitted, mapping=table, sides=sides)
 
 
 class _BothReader(AlteredReader):

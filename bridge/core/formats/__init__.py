@@ -223,27 +223,28 @@ def create_checkpoint(
     """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 
     `format` is one of FORMATS, else ValueError. items: keys of the tree that each become an item, in Orbax only. like:
-    the step that has these items in the program that will restore them, see `OrbaxItemsWriter`.
+    the step that has these items in the program that will restore them. If it has one item, the item contains the tree.
     """
     if items and format != "orbax":
         raise CheckpointError(f"{path}: expected orbax, which has items (--write-item), got {format}")
-    if items and is_url(path):
+    several = bool(items) and (like is None or len(items) > 1)
+    if several and is_url(path):
         raise CheckpointError(
-            f"{path} is in an object store: expected no named items there, got {', '.join(items)} (--write-item, or a "
-            "step as the template); convert to a local path to write a step with items"
+            f"{path} is in an object store: expected one item there, got {', '.join(items)}; convert to a local "
+            "path to write several"
         )
     if format == "dcp":
         from bridge.core.formats.dcp.writer import DcpWriter
 
         return DcpWriter(path, attempt)
-    if items:
+    if several:
         from bridge.core.formats.orbax.items_writer import OrbaxItemsWriter
 
-        return OrbaxItemsWriter(path, items, attempt, like=like)
+        return OrbaxItemsWriter(path, items, attempt, like)
     if format == "orbax":
         from bridge.core.formats.orbax.writer import OrbaxWriter
 
-        return OrbaxWriter(path, attempt=attempt)
+        return OrbaxWriter(path, item=next(iter(items), None), attempt=attempt, like=like)
     format_named(format)
     from bridge.core.formats.safetensors.writer import SafetensorsWriter
 

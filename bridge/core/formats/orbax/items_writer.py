@@ -1,4 +1,4 @@
-"""Write an Orbax step of named items: each item contains everything below one key of the tree, or one item all of it.
+"""Write an Orbax step whose state is in several items: each item contains everything below one key of the tree.
 
     <path>/{_CHECKPOINT_METADATA, commit_success.txt}
     <path>/params/{_METADATA, commit_success.txt, manifest.ocdbt, d/*}         its kernel is params/kernel
@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,12 +56,12 @@ class _Item:
 
 
 class _Stores(Sink):
-    """The chunks of all items; see `Sink`. item_of: the item of a tensor's path."""
+    """The chunks of all items; see `Sink`."""
 
     placed = True
 
-    def __init__(self, item_of: Callable[[TreePath], _Item]) -> None:
-        self._item_of = item_of
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._items = items
 
     def place(self, info: TensorInfo, number: int) -> Place:
         return self._of(info).place(info, number)
@@ -83,16 +83,15 @@ class _Stores(Sink):
         return self._of(info).decode(info, number, data)
 
     def _of(self, info: TensorInfo) -> ChunkStore:
-        return self._item_of(info.path).store
+        return self._items[str(info.path[0])].store
 
 
 class OrbaxItemsWriter(AtomicWriter):
     """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
 
-    like: the step of the program that will restore this one. If this step has one item, the item contains the whole
-    tree, so its name is not a key. Each item has a manifest.
+    like: the step of the program that will restore this one.
 
-    CheckpointError for names that cannot name a directory, or for a leaf outside all items.
+    CheckpointError for names that cannot name a directory, or for a leaf outside all items. Each item has a manifest.
     """
 
     format = "orbax"
@@ -102,11 +101,9 @@ class OrbaxItemsWriter(AtomicWriter):
         path: str | os.PathLike[str],
         items: Sequence[str],
         attempt: Attempt | None = None,
-        *,
         like: StepMetadata | None = None,
     ) -> None:
         self._like = like or StepMetadata({}, {})
-        self._keys_above = 0 if len(self._like.handlers) == 1 else 1
         wrong = [name for name in items if not _NAME.fullmatch(name)]
         if wrong or len(set(items)) != len(items):
             raise CheckpointError(
@@ -122,7 +119,7 @@ class OrbaxItemsWriter(AtomicWriter):
         try:
             self._record = ChunkRecord(self.path, self._directory.journal)
             self._items = {name: self._new_item(name) for name in items}
-            self._sink = _Stores(self._item_of)
+            self._sink = _Stores(self._items)
         except BaseException:
             self._directory.abort()
             raise
@@ -138,8 +135,8 @@ class OrbaxItemsWriter(AtomicWriter):
         self._require_open()
         leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
         dtype_name(dtype)
-        item, own = self._item_of(leaf), leaf[self._keys_above :]
-        layout = array_layout(own, shape, dtype, chunk_shape)
+        item = self._item_of(leaf)
+        layout = array_layout(leaf[1:], shape, dtype, chunk_shape)
         try:
             boxes = grid_of_chunks(shape, layout.chunk)
         except CheckpointError as error:
@@ -147,7 +144,7 @@ class OrbaxItemsWriter(AtomicWriter):
         info = TensorInfo(leaf_name(leaf), leaf, shape, dtype, boxes)
         with self._lock:
             self._claims.add(leaf)
-            item.layouts[own] = layout
+            item.layouts[leaf[1:]] = layout
             self._record.declare(info)
             item.store.declare(info.name, layout)
         return info
@@ -160,20 +157,19 @@ class OrbaxItemsWriter(AtomicWriter):
         item = self._item_of(leaf)
         with self._lock:
             self._claims.add(leaf)
-            item.objects[leaf[self._keys_above :]] = value
+            item.objects[leaf[1:]] = value
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Declare what leaves are for stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
         for key, item in self._items.items():
             for path in (*item.layouts, *item.objects):
-                name = leaf_name(self._leaf(key, path))
-                leaf_kind = kinds.get(name)
+                leaf_kind = kinds.get(leaf_name((key, *path)))
                 layout = item.layouts.get(path)
                 if leaf_kind is None:
                     continue
                 if layout is not None:
-                    what = f"{self.path}: tensor {name!r}"
+                    what = f"{self.path}: tensor {leaf_name((key, *path))!r}"
                     require_key_data(what, leaf_kind, layout.dtype, layout.shape)
                 item.kinds[path] = leaf_kind
 
@@ -186,10 +182,10 @@ class OrbaxItemsWriter(AtomicWriter):
                 item.store.finish(self._record.sync)
             # Kinds that the whole tree implies may not be implied in an item, whose root may be the list of a chain.
             implied = implied_kinds(
-                (self._leaf(name, path) for path in item.layouts),
-                {self._leaf(name, path): value for path, value in item.objects.items()},
+                ((name, *path) for path in item.layouts),
+                {(name, *path): value for path, value in item.objects.items()},
             )
-            kinds = {path[self._keys_above :]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
+            kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
             write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
             mark_item(item.directory)
             self._write_manifest(name, item)
@@ -200,13 +196,7 @@ class OrbaxItemsWriter(AtomicWriter):
         directory = self._directory.temporary / name
         return _Item(directory, ChunkStore(directory, self._record.open, complete=True))
 
-    def _leaf(self, name: str, path: TreePath) -> TreePath:
-        """The path in the whole tree of ``path`` in the item ``name``."""
-        return (name, *path) if self._keys_above else path
-
     def _item_of(self, leaf: TreePath) -> _Item:
-        if not self._keys_above:
-            return next(iter(self._items.values()))
         name = str(leaf[0])
         if name == LEAVES[0] and name not in self._items:
             # Notes that a conversion adds itself: users cannot be asked to name an item for them.
@@ -221,7 +211,7 @@ class OrbaxItemsWriter(AtomicWriter):
         return item
 
     def _write_manifest(self, name: str, item: _Item) -> None:
-        own = {leaf_name(self._leaf(name, path)): leaf_name(path) for path in item.layouts}
+        own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
         tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
         files = {}
         # An attempt that was killed during its commit may have left its manifest.

@@ -42,6 +42,7 @@ from bridge.core.formats.files.manifest import (
 from bridge.core.formats.files.part_files import PARTS_FOLDER, Share
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
+from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
@@ -160,7 +161,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     become dict keys. Commit refuses a checkpoint without any leaf, as stock Orbax could not read it.
 
     process: this process's number if several write; see the module docstring. item: the directory below `path` for the
-    arrays, none by default; ValueError for a name that cannot name a directory, or for any name in layout v1.
+    arrays, none by default; ValueError for a name that cannot name a directory, or for any name in layout v1. like: the
+    step of the program that will restore this one, with this item.
     """
 
     format = "orbax"
@@ -173,6 +175,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         item: str | None = None,
         process: int | None = None,
         attempt: Attempt | None = None,
+        like: StepMetadata | None = None,
     ) -> None:
         if layout not in HANDLERS:
             raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
@@ -183,6 +186,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             )
         self._directory = working_place(path, attempt or Attempt())
         self._layout = layout
+        self._like = like or StepMetadata({}, {})
         self._item_name = "state" if layout == "v1" else item
         directory = self._directory.temporary / (self._item_name or "")
         try:
@@ -283,7 +287,10 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             (root / "orbax.checkpoint").touch()
         elif self._item_name is not None:
             mark_item(self._item)
-        write_step(root, handler if self._item_name is None else {self._item_name: handler}, self._started)
+        named = {
+            name: self._like.handlers.get(name) or handler for name in (self._item_name,) if name is not None
+        }
+        write_step(root, named or handler, self._started, self._like.custom)
 
     def _kinds_by_path(self) -> dict[TreePath, str]:
         paths = {info.name: info.path for info in self._record.infos.values()}
