@@ -240,3 +240,10 @@ def test_an_engine_says_how_many_bytes_are_done(
     assert lines[-1].startswith(f"convert: {whole} of {whole}, ")
     assert lines[-1].endswith(", 2 of 2 parts")
     assert json.loads(done.stdout)["tensors"] == 4
+
+
+def test_a_dry_run_says_what_one_part_writes(source: Path) -> None:
+    options = ("--to", "orbax", "--dry-run", "--part", "1/2", "--bandwidth", "2")
+    part = json.loads(twinshard("convert", source, "b", *options, "--json").stdout)["part"]
+    assert (part["part"], part["bytes"]) == (1, 8000)
+    assert part["transfer_seconds"] == pytest.approx(8000 / 2e9)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bridge.checkpoints.convert.conversion import convert
+from bridge.commands.stopping import Stopped, stop_on_signals
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from tests.checkpoints.test_convert import tensors, write
 from tests.support.processes import importing_from
@@ -190,3 +191,17 @@ def test_errors_are_one_json_document_too(
     assert message in document["error"]["message"]
     assert document["error"]["status"] == 2
     assert message in " ".join(shown.err.split())
+
+
+def test_ignored_signals_raise_nothing() -> None:
+    """As SIGHUP under nohup."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -392,3 +392,16 @@ def test_a_reader_that_lends_otherwise_reads_into_memory_otherwise() -> None:
                     count += 1
                     assert "read_into" in methods, f"{file}: {node.name} has lend, and no read_into"
     assert count >= 9
+
+
+def test_a_selection_has_only_its_own_values(tmp_path: Path) -> None:
+    with create_checkpoint(tmp_path / "c", "dcp") as writer:
+        writer.write(
+            writer.add_tensor(("w",), (1,), np.dtype(np.float32)).name, Box.whole((1,)), np.ones(1, "f4")
+        )
+        writer.add_object(("kept",), 1)
+        writer.add_object(("left",), 2)
+    with open_checkpoint(tmp_path / "c") as reader:
+        selected = SelectedReader(reader, Selection(drop=["left"]))
+        assert dict(selected.objects) == {"kept": 1}
+        assert selected.left_out == ["left"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.parity.curves.metrics_files import read_metrics
-from bridge.parity.curves.series import MetricsError, Series
+from bridge.parity.curves.series import MetricsError, Series, as_step
 from bridge.relay.config import Leg, RelayConfig
 from bridge.relay.job import Job, Metrics
 
@@ -125,3 +125,23 @@ def test_the_metrics_file_of_a_relay_is_read(tmp_path: Path) -> None:
     metrics.add(4, 3.25, {"weights": {"embed.weight": 1.5}})
     metrics.add(5, float("nan"), {})
     assert str(points(read_metrics(job.metrics)["loss"])) == "[(4, 3.25), (5, nan)]"
+
+
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [
+        (2**63 - 1, 2**63 - 1),
+        (1 - 2**63, 1 - 2**63),
+        (2**63, None),
+        (-(2**63), None),
+        (2.0**53, 2**53),
+        (2.0**53 + 2, None),
+        (1.5, None),
+        ("7", 7),
+        (True, None),
+        (float("nan"), None),
+        (None, None),
+    ],
+)
+def test_steps_are_whole_numbers_of_64_bits(value: object, step: int | None) -> None:
+    assert as_step(value) == step

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+from bridge.parity.jax.run_in_dtype import only_float64
 from bridge.parity.jax.side import JaxSide
 from bridge.parity.recorded.recording import probe_values, tap
 from tests.parity.pair.jax_support import BATCH, MLP, close, paths
@@ -209,3 +210,18 @@ def test_classes_and_names_are_as_before_after_a_run_that_fails() -> None:
     assert (MLP.__call__, jax.checkpoint) == (call, checkpoint)
     assert jnp.dtype(jnp.float32) == np.float32
     assert tap("hidden", 3) == 3
+
+
+def test_random_numbers_in_float64_are_those_of_a_float32_run() -> None:
+    key = jax.random.key(3)
+
+    def drawn() -> list[np.ndarray]:
+        chances = jax.random.bernoulli(key, 0.3, (64,)), jax.random.bernoulli(key, jnp.linspace(0, 1, 64))
+        return [np.asarray(x) for x in (*chances, jax.random.normal(key, (8,), jnp.float32))]
+
+    expected = drawn()
+    with jax.enable_x64(True), only_float64():
+        wide = drawn()
+    for narrow, array in zip(expected, wide, strict=True):
+        np.testing.assert_array_equal(array, narrow)
+    assert wide[-1].dtype == np.float64
