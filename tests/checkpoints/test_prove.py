@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import torch
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from bridge import CheckpointError, ConvertOptions, Selection, convert, prove
 from bridge.checkpoints.prove.proof import Proof
 from bridge.commands.main import app
+from bridge.core.formats import Box, create_checkpoint
 from bridge.examples.write import write_example
 from tests.support.bridge.torch_layouts import LAYOUTS
 from tests.support.bridge.trainings import CHAINS, MAPPING, OptaxTraining, TorchTraining
@@ -246,3 +249,39 @@ def test_weights_alone_are_restored(tmp_path: Path) -> None:
     assert proof, proof.summary()
     assert "no optimizer state to take a step from" in proof.summary()
     assert (proof.tensors, proof.states) == (4, ())
+
+
+def test_rounded_weights_and_moments_are_proven_as_far_as_they_were_rounded(tmp_path: Path) -> None:
+    to_torch(tmp_path, "adamw")
+    options = ConvertOptions("dcp", NAMES, "yours", "mine", casts=("*kernel*=bfloat16",))
+    convert(
+        tmp_path / "source",
+        tmp_path / "narrow",
+        to="dcp",
+        mapping=NAMES,
+        into="yours",
+        from_="mine",
+        casts=options.casts,
+    )
+    proof = prove(tmp_path / "source", tmp_path / "narrow", options)
+    assert proof, proof.summary()
+    assert 1e-4 < proof.states[0].largest < proof.states[0].tolerance == 2.0**-5
+
+
+def test_moments_with_scales_are_not_proven(tmp_path: Path) -> None:
+    names, rows = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"), (4, 8)
+    with create_checkpoint(tmp_path / "a", "dcp") as writer:
+        for name in names:
+            dtype = np.dtype(np.float32) if name == "model.w" else np.dtype(ml_dtypes.float8_e4m3fn)
+            writer.write(writer.add_tensor((name,), rows, dtype).name, Box.whole(rows), np.ones(rows, dtype))
+            if name != "model.w":
+                scales = writer.add_tensor((f"{name}_scale",), (4, 1), np.dtype(np.float32)).name
+                writer.write(scales, Box.whole((4, 1)), np.ones((4, 1), np.float32))
+        step = writer.add_tensor(("optimizer.state.w.step",), (), np.dtype(np.float32)).name
+        writer.write(step, Box.whole(()), np.ones((), np.float32))
+    mapping = {"name": "one weight", "rule": [{"torch": "w : o m", "jax": "w : o m"}]}
+    convert(tmp_path / "a", tmp_path / "b", mapping=mapping)
+    proof = prove(tmp_path / "a", tmp_path / "b", ConvertOptions(mapping=mapping))
+    assert not proof
+    assert proof.summary().startswith("not proven by orbax")
+    assert "no step was taken from moments with scales" in proof.summary()

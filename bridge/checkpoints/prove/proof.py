@@ -40,7 +40,7 @@ _TOLERANCE = 1e-6
 """Of updates in float64, relative: both libraries round in another order, and measured differences are below 1e-12."""
 
 _TOLERANCE_HALF = 2.0**-5
-"""If the result has moments of 16 bits: eight roundings to bfloat16, since a cast may have rounded them."""
+"""If the result has moments or weights of 16 bits: eight roundings to bfloat16, since a cast may have rounded them."""
 
 _SCALED = {"weight_decay": 0.0, "eps": 1e-30}
 """For weights with a factor: decay follows the factor, and eps does not, so neither can be compared."""
@@ -52,7 +52,7 @@ Step: TypeAlias = Callable[[WeightState], np.ndarray]
 class StateProof:
     """One optimizer state. place: of its first moment. largest: relative difference of updates, of the weight ``at``.
 
-    tolerance: larger than usual for moments of 16 bits. factor: what the mapping multiplies weights by, if it does.
+    tolerance: larger than usual for numbers of 16 bits. factor: what the mapping multiplies weights by, if it does.
     """
 
     place: str
@@ -119,7 +119,7 @@ def prove(source: str | os.PathLike[str], result: str | os.PathLike[str], option
                 problems += [restored] if restored else []
         except ImportError as error:
             missing.append(f"restoring needs a library that is not installed: {error}")
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
             problems.append(f"the library does not restore it: {str(error)[:500]}")
         states: list[StateProof] = []
         if conversion.mapping is None or conversion.sides is None:
@@ -131,7 +131,7 @@ def prove(source: str | os.PathLike[str], result: str | os.PathLike[str], option
                     states = list(steps.proofs(libraries))
                 except ImportError as error:
                     missing.append(f"the step needs a library that is not installed: {error}")
-                problems += steps.problems
+                problems, missing = [*problems, *steps.problems], [*missing, *steps.missing]
     return Proof(tuple(libraries), tensors, tuple(states), tuple(problems), tuple(missing))
 
 
@@ -189,7 +189,7 @@ class _Values(AlteredReader):
 
 
 class _Steps:
-    """The steps from both sides. problems: what differs before any step."""
+    """The steps from both sides. problems: what differs before any step. missing: why a step was not taken."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _Steps:
             wanted=theirs.weights,
         )
         self.planned = {_key(tensor.path): tensor for tensor in plan.tensors.values()}
-        self.problems: list[str] = []
+        self.problems, self.missing = list[str](), list[str]()
 
     def proofs(self, libraries: dict[str, None]) -> Iterator[StateProof]:
         """A proof for each state of the result. ImportError without a library that takes the step."""
@@ -236,7 +236,9 @@ class _Steps:
         for state in self.trees[1].states:
             moments = [moment for moment in MOMENTS if moment in state.sections]
             if any(SCALES[moment] in state.sections for moment in moments):
-                self.problems.append("moments with scales (float8, float16): expected a cast, to take a step")
+                self.missing.append(
+                    "no step was taken from moments with scales (float8, float16): expected a cast"
+                )
             elif moments:
                 yield self._proof(state, moments, steps)
 
@@ -260,7 +262,9 @@ class _Steps:
     ) -> tuple[float, float, set[float]]:
         """The relative difference of a weight's updates, its tolerance, and the factors of its elements."""
         planned, sources, of_weights = self._plan_of(weight, state.sections[moments[0]][weight])
-        coarsest = min(state.sections[moment][weight].dtype.itemsize for moment in moments)
+        stored = [state.sections[moment][weight] for moment in moments]
+        stored += [info for info in (self.trees[1].weights.get(weight),) if info is not None]
+        coarsest = min(info.dtype.itemsize for info in stored)
         tolerance = _TOLERANCE if coarsest > 2 else _TOLERANCE_HALF
 
         def mapped(values: Callable[[TensorInfo], np.ndarray]) -> np.ndarray:
