@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from types import ModuleType
 
 import pytest
@@ -104,6 +105,17 @@ def test_functions_that_are_imported_get_the_mutants_code(tmp_path: Path) -> Non
     (default,) = [m for m in mutants_of("box.py", SOURCE) if "step=3" in m.after]
     file.write_text(default.apply(SOURCE))
     assert replace_code(tmp_path, "box.py", "Box.note") is False
+
+
+def test_functions_that_a_function_made_at_import_get_the_mutants_code(tmp_path: Path) -> None:
+    source = "def scaled(by):\n    def scale(x):\n        return by * x\n    return scale\n\n\ndouble = scaled(2)\n"
+    file = tmp_path / "scales.py"
+    file.write_text(source)
+    space: dict[str, Any] = {}
+    exec(compile(source, str(file), "exec"), space)
+    file.write_text(source.replace("by * x", "by + x"))
+    assert replace_code(tmp_path, "scales.py", "scaled.scale")
+    assert (space["double"](5), space["scaled"](3)(5)) == (7, 8)
 
 
 def test_functions_say_that_they_were_reached(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ def serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
 
 
 def replace_code(root: Path, path: str, function: str) -> bool:
-    """Give the outermost function around ``function`` the code that its file has now.
+    """Give the outermost function around ``function``, and the functions that it has made, the code of their file now.
 
     Returns False if this changes nothing or is impossible: defaults and decorators are not in a function's code.
     """
     file = root / path
     module = compile(file.read_text(), str(file), "exec", dont_inherit=True)
-    codes = list(_outermost(module, function.split(".")))
+    codes = [inner for code in _outermost(module, function.split(".")) for inner in _inside(code)]
     gc.unfreeze()
     changed = 0
     for live in [function for function in gc.get_objects() if isinstance(function, FunctionType)]:
@@ -47,6 +47,14 @@ def replace_code(root: Path, path: str, function: str) -> bool:
                 live.__code__ = code
                 break
     return changed > 0
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    """The code and all functions inside, which may have been made while their module was imported."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _inside(inner)
 
 
 def _outermost(code: CodeType, names: list[str]) -> Iterator[CodeType]:
