@@ -6,8 +6,8 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from types import ModuleType
+from typing import Any
 
 import pytest
 

@@ -240,3 +240,15 @@ def test_inputs_that_backward_does_not_need_are_not_kept() -> None:
     del x
     assert held() is None
     output.sum().backward()
+
+
+@on_ranks(WORLD)
+def test_a_forward_method_may_be_a_function_that_is_no_method_of_the_model() -> None:
+    """It gets its arguments alone, and the weights are gathered meanwhile."""
+    model = torch_impl.fully_shard(Positions())
+    model.rows = lambda first, last: model.table[first:last] * 2
+    torch_impl.register_fsdp_forward_method(model, "rows")
+    rows = model.rows(1, 3)
+    assert torch.equal(rows, 2 * torch.arange(20.0).view(4, 5)[1:3])
+    rows.sum().backward()
+    assert_at_rest(model)

@@ -113,6 +113,17 @@ def test_slots_that_are_used_as_planned_have_memory_when_the_plan_says(step: Any
             assert (slot.storage.nbytes() > 0) == expected, (plan, number, time)
 
 
+def test_only_the_user_of_a_slot_ends_its_use() -> None:
+    slot, user, other = Slot(8, torch.device("cpu"), ((), ())), User(), User()
+    slot.begin(backward=False)
+    assert slot.take(user)
+    assert not slot.take(other)
+    slot.leave(other)
+    assert (slot.user, slot.storage.nbytes()) == (user, 8)
+    slot.leave(user)
+    assert (slot.user, slot.storage.nbytes()) == (None, 0)
+
+
 PICTURE = """\
 2 slots for 4 of 6 buffers, 6 instead of 9 allocations a step, at most 36 B at once
                forward  backward
