@@ -178,3 +178,71 @@ def test_arrays_that_do_not_fit_are_no_inputs() -> None:
     assert [inputs(odd, D, way) for way in ("heads", "blocks")] == [None, None]
     batches = mixing(mixed=RNG.normal(size=(B + 1, T, H * D)))
     assert inputs(batches, D) is None
+
+
+SAME = SimpleNamespace(to_jax=lambda x: x)
+
+
+def call(name: str, x: np.ndarray, y: np.ndarray) -> Any:
+    return SimpleNamespace(
+        torch=SimpleNamespace(inputs={"0": x}, outputs={"0": y}),
+        jax=SimpleNamespace(inputs={"0": x}),
+        inputs=[("0", "0", SAME)],
+        outputs=[("0", "0", SAME)],
+        modules=SimpleNamespace(torch=f"block.{name}"),
+    )
+
+
+def attention(names: str, projection: bool) -> tuple[Any, Any, dict[str, np.ndarray], dict[int, Any]]:
+    """An attention, the modules inside, JAX's outputs, and JAX's inputs of the modules inside."""
+    x = RNG.normal(size=(B, T, 6))
+    inner = [call(name, x, RNG.normal(size=(B, T, H * D))) for name in names]
+    out = RNG.normal(size=(B, T, H * D))
+    jax_inputs = {number: {"0": x} for number in range(len(inner))}
+    if projection:
+        inner.append(call("o", out, RNG.normal(size=(B, T, 6))))
+        jax_inputs[len(names)] = {"0": out + 1}
+    return call("", x, out), SimpleNamespace(pairs=inner), {"0": out + 2}, jax_inputs
+
+
+def mixings(*arguments: Any) -> list[tuple[module._Mixing, module._Mixing]]:
+    return list(module._mixings(*arguments))
+
+
+@pytest.mark.parametrize("projection", [True, False])
+def test_what_an_attention_mixes_goes_into_its_last_projection_or_out_of_it(projection: bool) -> None:
+    pair, inner, outputs, jax_inputs = attention("vkq", projection)
+    read = mixings(pair, inner, outputs, jax_inputs)
+    # The first order is that of the names, however the modules are called; then the other five.
+    torch, jax = read[0]
+    by_name = {child.modules.torch[-1]: child.torch.outputs["0"] for child in inner.pairs}
+    assert [torch.projected[k] is by_name[role] for k, role in enumerate("qkv")] == [True] * 3
+    assert [side.exchanged for side, _ in read[:6]] == [False, True, True, True, True, True]
+    assert torch.mixed is pair.torch.outputs["0"]
+    np.testing.assert_array_equal(jax.mixed, torch.mixed + (1 if projection else 2))
+    assert (torch.length, jax.length) == (T, T)
+
+
+def test_without_names_of_roles_the_order_of_calls_comes_first() -> None:
+    pair, inner, outputs, jax_inputs = attention("cab", True)
+    torch, _ = mixings(pair, inner, outputs, jax_inputs)[0]
+    assert [
+        x is child.torch.outputs["0"] for x, child in zip(torch.projected, inner.pairs, strict=False)
+    ] == [True] * 3
+
+
+def test_a_fault_before_the_mixing_is_not_in_it() -> None:
+    pair, inner, outputs, jax_inputs = attention("qkv", True)
+    jax_inputs[1]["0"] = jax_inputs[1]["0"] * 1.01
+    assert mixings(pair, inner, outputs, jax_inputs) == []
+    pair, inner, outputs, jax_inputs = attention("qkv", False)
+    del jax_inputs[2]
+    assert mixings(pair, inner, outputs, jax_inputs) == []
+    assert mixings(pair, SimpleNamespace(pairs=[]), outputs, {}) == []
+
+
+def test_two_or_four_projections_are_no_attention() -> None:
+    for names in ("qk", "qkvw"):
+        assert mixings(*attention(names, True)) == []
+    one = mixings(*attention("q", True))
+    assert [len(torch.projected) for torch, _ in one] == [1]
