@@ -348,7 +348,7 @@ def require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> P
     if options.items_to_write:
         raise CheckpointError(
             f"{dst}: expected no named items for a conversion in parts, got {', '.join(options.items_to_write)} "
-            "(--write-item, or a step as the template); convert without parts to write a step with items"
+            "(--write-item, or a step as the template); convert without parts, or give the step's item as the template"
         )
     local = local_path(str(dst))
     if is_url(dst) and local is None:
