@@ -194,6 +194,15 @@ def test_a_wrong_state_of_torch_is_seen(wrong: str, tmp_path: Path) -> None:
     assert_wrong(prove(tmp_path / "source", tmp_path / "wrong", options))
 
 
+def test_a_state_that_did_not_arrive_is_missed(tmp_path: Path) -> None:
+    options = to_torch(tmp_path, "adamw")
+    few = Selection(drop=("optimizer.state.b.bias.*",))
+    convert(tmp_path / "result", tmp_path / "wrong", to="dcp", selection=few)
+    proof = prove(tmp_path / "source", tmp_path / "wrong", options)
+    assert_wrong(proof)
+    assert "expected the optimizer's state of last.bias, found none" in proof.summary()
+
+
 def test_amsgrad_is_another_optimizer(tmp_path: Path) -> None:
     options = to_optax(tmp_path, "adamw")
     side = TorchTraining(CHAINS[0], seed=1)

@@ -229,6 +229,11 @@ class _Steps:
         )
         self.planned = {_key(tensor.path): tensor for tensor in plan.tensors.values()}
         self.problems, self.missing = list[str](), list[str]()
+        # A template may lack states, and a selection may leave them out.
+        self.left = (
+            set(self.by_moment.values()) if options.like is None and options.selection.everything else set()
+        )
+        self.with_state = frozenset(self.by_moment.values())
 
     def proofs(self, libraries: dict[str, None]) -> Iterator[StateProof]:
         """A proof for each state of the result. ImportError without a library that takes the step."""
@@ -241,6 +246,10 @@ class _Steps:
                 )
             elif moments:
                 yield self._proof(state, moments, steps)
+        if self.left and not self.missing:
+            self.problems.append(
+                f"expected the optimizer's state of {first_of(sorted(self.left))}, found none"
+            )
 
     def _proof(self, state: SourceState, moments: list[Moment], steps: tuple[Step, ...]) -> StateProof:
         largest, at, tolerance, factors = 0.0, "", _TOLERANCE, set[float]()
@@ -282,6 +291,7 @@ class _Steps:
         theirs = self.options[1].get(weight, {})
         shared = next((self.options[0][name] for name in sources.values() if name in self.options[0]), theirs)
         updates = {}
+        self.left.difference_update(sources.values())
         for tensor, name in sources.items():
             chosen = {**self.options[0].get(name, shared), **fixed}
             gradient = _gradient(self.readers[0].tensors[tensor])
@@ -298,11 +308,8 @@ class _Steps:
             if not np.allclose(there.weight, moved, rtol=tolerance, atol=1e-30):
                 self.problems.append(f"{weight}: expected the source's weight, found other values")
         update = np.where(factor != 0, steps[1](there), 0.0)
-        norm = float(np.linalg.norm(expected))
-        difference = (
-            float(np.linalg.norm(update - expected)) / norm if norm else float(np.linalg.norm(update))
-        )
-        return difference, tolerance, factors
+        difference = float(np.linalg.norm(update - expected))
+        return difference / (float(np.linalg.norm(expected)) or 1.0), tolerance, factors
 
     def _plan_of(self, weight: str, moment: TensorInfo) -> tuple[PlannedTensor, dict[str, str], bool]:
         """How the weight is mapped, the source's weights by tensor, and whether the tensors are weights.
@@ -314,7 +321,7 @@ class _Steps:
         if info is not None:
             planned = self.planned[_key(info.path)]
             sources = {name: self.by_name[name] for name in planned.sources}
-            if all(name in self.by_moment.values() for name in sources.values()):
+            if self.with_state.issuperset(sources.values()):
                 return planned, sources, True
         planned = self.planned[_key(moment.path)]
         return planned, {name: self.by_moment[name] for name in planned.sources}, False
