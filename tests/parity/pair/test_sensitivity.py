@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from bridge.core.mapping import parse_mapping
 from bridge.parity.compare.parity import parity
 from bridge.parity.recorded.recording import Call
 from bridge.parity.recorded.trace import TraceSide, write_trace
+from bridge.parity.torch import self_test
 from bridge.parity.torch.self_test import Fault, faults_of, plant_faults, with_fault
 from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
@@ -181,3 +183,16 @@ def test_of_many_faults_some_are_tried_all_over_the_model() -> None:
     assert len(tried) == 3
     assert tried[0].module == every[0].module
     assert tried[-1].module == every[2 * len(every) // 3].module
+
+
+def test_a_call_that_the_fault_leaves_out_has_no_ratio() -> None:
+    ones: Any = np.ones(3)
+    call: Any = SimpleNamespace(path="block", number=0, outputs={"0": ones})
+    without: Any = SimpleNamespace(find=lambda path, number: None)
+    other: Any = SimpleNamespace(find=lambda path, number: SimpleNamespace(outputs={"0": np.ones(3) * 2}))
+    shaped: Any = SimpleNamespace(find=lambda path, number: SimpleNamespace(outputs={"0": np.ones(4)}))
+    ratios = [
+        self_test._ratio(call, other, without, faulty, "float32") for faulty in (without, other, shaped)
+    ]
+    assert ratios[0] == ratios[2] == 0.0
+    assert ratios[1] > 1e5
