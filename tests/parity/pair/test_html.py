@@ -19,7 +19,7 @@ from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.html import page, write_html
 from bridge.parity.report_page.markup import shade
 from bridge.parity.report_page.report import ParityReport
-from bridge.parity.report_page.tree import tree_of
+from bridge.parity.report_page.tree import Node, tree_of
 from tests.parity.pair.reports import HOSTILE, llama, odd, row
 
 VOID = {"meta", "input", "br"}
@@ -245,3 +245,10 @@ def test_what_was_not_compared_and_what_order_says_are_on_the_page():
     words = " ".join(Page(page(dataclasses.replace(NOTHING, **said))).text)
     for part in ("both models depend on <rows>", "of samples", "1 torch parameters without a partner"):
         assert part in words, part
+
+
+def test_a_module_shows_its_worst_forward_row_or_its_worst_row() -> None:
+    forward, backward = row("forward", "a", 1e-3), [row("backward", "a", error) for error in (1e-5, 1e-1)]
+    assert Node("a", "a", modules=[*backward, forward]).worst_output is forward
+    assert Node("a", "a", modules=backward).worst_output is backward[1]
+    assert Node("a", "a").worst_output is None
