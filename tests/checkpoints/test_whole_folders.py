@@ -136,9 +136,9 @@ def test_numbers_of_npz_files_are_not_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (("consolidated.00.pth", "consolidated.01.pth"), "1 tensors that differ between ranks"),
-        (("rank0.pt", "rank1.pt"), "1 tensors that differ between ranks"),
-        (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "1 tensors that differ between ranks"),
+        (("consolidated.00.pth", "consolidated.01.pth"), "1 tensor not alike on all ranks"),
+        (("rank0.pt", "rank1.pt"), "1 tensor not alike on all ranks"),
+        (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "1 tensor not alike on all ranks"),
         (("tp_rank_0.safetensors", "tp_rank_1.safetensors"), "each file contains pieces of the same tensors"),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from bridge.core.sharding.layout import group_report
 from bridge.core.sharding.policy.float8 import gather_bytes
-from bridge.core.text import table_lines
+from bridge.core.text import counted, table_lines
 from bridge.core.views import Viewed
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.unit.group import ParameterGroup
@@ -68,7 +68,7 @@ class LayoutReport(Viewed):
         """One line."""
         count = sum(len(group.parameters) for unit in self.units for group in unit.groups)
         ignored = f", and {len(self.ignored)} that are not sharded" if self.ignored else ""
-        return f"{len(self.units)} units, {self.numel:,} elements in {count} parameters{ignored}"
+        return f"{counted(len(self.units), 'unit')}, {self.numel:,} elements in {counted(count, 'parameter')}{ignored}"
 
     def __str__(self) -> str:
         rows = [_row(unit, group) for unit in self.units for group in unit.groups or (None,)]

@@ -20,6 +20,7 @@ from bridge.core.formats.tensors.base import (
 )
 from bridge.core.formats.tensors.leaves import EMPTY, tree_kinds
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
+from bridge.core.text import counted
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
@@ -103,7 +104,7 @@ class SelectedReader(WrappingReader):
         self.tensors = {name: info for name, info in reader.tensors.items() if name in wanted}
         if not self.tensors and reader.tensors:
             raise CheckpointError(
-                f"{reader.path}: none of {len(reader.tensors)} tensors is selected: expected at least one"
+                f"{reader.path}: none of {counted(len(reader.tensors), 'tensor')} is selected: expected at least one"
             )
         self.object_paths = {name: path for name, path in reader.object_paths.items() if name in wanted}
         self.objects = ReadWhenAsked(self.object_paths, reader.objects.__getitem__)

@@ -163,7 +163,7 @@ def test_what_cannot_be_joined_is_named(ranks: RankGroup, tmp_path: Path) -> Non
     ranks.run(2, save_unlike, str(tmp_path))
     for case in ("plain", "shapes", "replicas"):
         with pytest.raises(
-            CheckpointError, match=r"1 tensors that differ between ranks.*: w; join these files"
+            CheckpointError, match=r"1 tensor not alike on all ranks.*: w; join these files"
         ):
             open_checkpoint(tmp_path / case)
     with open_checkpoint(tmp_path / "values") as reader:

@@ -19,7 +19,7 @@ from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
 from bridge.core.formats.torch_save.files import TORCH_FILES
 from bridge.core.formats.torch_save.reader import PIECE, TorchSaveReader
-from bridge.core.text import first_of
+from bridge.core.text import counted, first_of
 
 
 def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader:
@@ -131,8 +131,8 @@ class RanksReader(SingleChunkReader):
         ]
         if differing:
             raise CheckpointError(
-                f"{self.path}: expected files of ranks whose pieces are DTensors, found {len(differing)} tensors that "
-                f"differ between ranks, and nothing that says how to join them: {first_of(differing)}; "
+                f"{self.path}: expected files of ranks whose pieces are DTensors, found "
+                f"{counted(len(differing), 'tensor')} not alike on all ranks, and nothing that says how to join them: {first_of(differing)}; "
                 "join these files with the program that wrote them, or "
                 "save with torch.distributed.checkpoint"
             )
