@@ -132,9 +132,9 @@ class RanksReader(SingleChunkReader):
         if differing:
             raise CheckpointError(
                 f"{self.path}: expected files of ranks whose pieces are DTensors, found "
-                f"{counted(len(differing), 'tensor')} not alike on all ranks, and nothing that says how to join them: {first_of(differing)}; "
-                "join these files with the program that wrote them, or "
-                "save with torch.distributed.checkpoint"
+                f"{counted(len(differing), 'tensor')} not alike on all ranks, and nothing that says how to join "
+                f"them: {first_of(differing)}; join these files with the program that wrote them, or save with "
+                "torch.distributed.checkpoint"
             )
 
     def _boxes(self, name: str, whole: Box, having: Sequence[TorchSaveReader]) -> list[Box] | None:
