@@ -23,6 +23,7 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
+from jax_impl.runtime.step.losses import as_parts
 from tests.support.jax_impl.zoo import by_path, dense_tree, tanh_layer
 
 ROWS, LENGTH = 16, 5
@@ -319,3 +320,16 @@ def test_what_is_not_linear_in_its_rows_is_one_over_all_devices_by_sums_of_its_i
         sharded_loss, gradients = step.gradients(weights, batch())
         np.testing.assert_allclose(sharded_loss, expected, rtol=5e-6)
         assert_close(unshard(plan, gradients), reference, rtol=5e-6)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_statistics_of_a_part_can_be_added_up(pair: bool) -> None:
+    """Counts as they are, and means weighted as the loss is."""
+    statistics = {"hits": jnp.int32(2), "any": jnp.bool_(True), "mean": jnp.float32(0.5)}
+    loss = (jnp.float32(6), jnp.int32(3)) if pair else jnp.float32(2)
+    aux = as_parts((loss, statistics), has_aux=True).aux
+    assert {name: (value.dtype.name, float(value)) for name, value in aux.items()} == {
+        "hits": ("int32", 2.0),
+        "any": ("int32", 1.0),
+        "mean": ("float32", 1.5 if pair else 0.5),
+    }

@@ -162,9 +162,7 @@ def test_one_rank_alone_is_listed_and_never_taken_for_the_whole(ranks: RankGroup
 def test_what_cannot_be_joined_is_named(ranks: RankGroup, tmp_path: Path) -> None:
     ranks.run(2, save_unlike, str(tmp_path))
     for case in ("plain", "shapes", "replicas"):
-        with pytest.raises(
-            CheckpointError, match=r"1 tensor not alike on all ranks.*: w; join these files"
-        ):
+        with pytest.raises(CheckpointError, match=r"1 tensor not alike on all ranks.*: w; join these files"):
             open_checkpoint(tmp_path / case)
     with open_checkpoint(tmp_path / "values") as reader:
         assert reader.objects["same"] == 1
