@@ -135,3 +135,7 @@ def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
     assert free["white"] > 15
     assert 4 <= free["offset"] < 7
     assert 4 <= free["late"] < 7
+
+
+def test_the_probability_of_no_distance_is_one_and_of_an_infinite_one_zero() -> None:
+    assert [two_sided_p(t, 3.5) for t in (0.0, 1e200, float("inf"))] == [1.0, 0.0, 0.0]

@@ -12,7 +12,7 @@ import torch
 
 from bridge.parity.jax import losses as jax_losses
 from bridge.parity.torch import losses as torch_losses
-from bridge.parity.torch.ranks import _join
+from bridge.parity.torch.ranks import _join, _way
 
 TOKENS = np.array([[1, 3, 0, 2], [2, 2, 1, 0]])
 LOGITS = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
@@ -62,3 +62,18 @@ def test_parts_of_ranks_are_joined_along_an_axis_or_averaged() -> None:
     assert mean.dtype == np.float32
     np.testing.assert_array_equal(mean, np.float32([[2, 3.5]]))
     assert _join([parts[0], parts[0].copy()], "mean") is parts[0]
+
+
+def test_how_leaves_of_ranks_become_one() -> None:
+    rows, table = np.arange(6.0).reshape(2, 3), np.ones((4, 3))
+    assert _way([rows], 2) == "mean"
+    assert _way([rows, rows + 1], 2) == 0
+    assert _way([rows, rows.copy()], 2) == 0
+    assert _way([table, table.copy()], 2) == "mean"
+    assert _way([rows[:1], rows[:1].copy()], 1) == "mean"
+    assert _way([np.float32(1), np.float32(2)], 2) == "mean"
+    assert _way([np.int32(1), np.int32(2)], 2) is None
+    assert _way([rows.T, rows.T + 1], 2) == 1
+    assert _way([table, table + 1], 2) == 0
+    assert _way([rows[:1], rows], 2) == 0
+    assert _way([rows[:, :1], rows], 2) is None
