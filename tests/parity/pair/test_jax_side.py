@@ -225,3 +225,19 @@ def test_random_numbers_in_float64_are_those_of_a_float32_run() -> None:
     for narrow, array in zip(expected, wide, strict=True):
         np.testing.assert_array_equal(array, narrow)
     assert wide[-1].dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtypes_of_modules_follow_the_run(dtype: str) -> None:
+    """A module whose own dtype is narrower computes in the run's dtype."""
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(4, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            self.settings = {"out_dtype": "bfloat16"}
+
+        def __call__(self, x: Any) -> Any:
+            return self.up(x).astype(self.settings["out_dtype"])
+
+    recording = JaxSide(Model()).record(BATCH, dtype)
+    assert {array.dtype.name for call in recording.calls for array in call.outputs.values()} == {dtype}
