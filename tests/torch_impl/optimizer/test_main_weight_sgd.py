@@ -210,3 +210,12 @@ def test_a_checkpoint_without_momentum_is_loaded(tmp_path: Path) -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     load_checkpoint(tmp_path / "a", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_without_momentum_there_is_no_state() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = MainWeightSGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert optimizer.state[parameter] == {}
+    assert optimizer.state_dict()["state"] in ({}, {0: {}})

@@ -5,6 +5,7 @@ Random programs run with such transfers, too: ``test_random_programs.py``.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,23 @@ def compare_late(names: list[str], late: str, options: dict[str, Any]) -> None:
             torch_impl.fully_shard(model, **options)
             train(model, name)
             assert_same_weights(model, reference)
+
+
+def gather_several() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    shards = [torch.full((size,), float(10 * size + rank)) for size in (2, 3)]
+    outputs = [torch.empty(WORLD * len(shard)) for shard in shards]
+    # The other ranks see whether the call waits for this one.
+    time.sleep(0.3 * (rank == WORLD - 1))
+    assert collectives.all_gather(outputs, shards, group=group) is None
+    for output, shard in zip(outputs, shards, strict=True):
+        expected = [[10.0 * len(shard) + other] * len(shard) for other in range(WORLD)]
+        assert output.view(WORLD, -1).tolist() == expected
+
+
+def test_a_gather_of_several_shards_has_ended_when_it_returns(ranks: RankGroup) -> None:
+    ranks.run(WORLD, gather_several)
 
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
