@@ -215,6 +215,8 @@ def test_a_checkpoint_without_momentum_is_loaded(tmp_path: Path) -> None:
 def test_without_momentum_there_is_no_state() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     optimizer = MainWeightSGD([parameter], lr=0.1)
+    optimizer.init_state()
+    assert optimizer.state[parameter] == {}
     parameter.grad = torch.ones(3, 2)
     optimizer.step()
     assert optimizer.state[parameter] == {}
