@@ -83,3 +83,9 @@ def test_several_that_fit_are_named(example: Path, tmp_path: Path) -> None:
 def test_a_convention_that_no_mapping_has_is_refused(example: Path, tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="got 'maxtxt'; did you mean maxtext"):
         convert(example / "checkpoints" / "torch", tmp_path / "a", into="maxtxt")
+
+
+def test_choices_of_a_mapping_are_refused_where_names_need_none(example: Path, tmp_path: Path) -> None:
+    source = example / "checkpoints" / "torch"
+    with pytest.raises(ValueError, match="expected a mapping for the axis sizes"):
+        convert(source, tmp_path / "a", like=source, axes={"d": 4})

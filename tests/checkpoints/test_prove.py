@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,7 +242,9 @@ def test_the_command_proves(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", source, str(tmp_path / "a"), "--into", "maxtext", "--prove"])
     assert done.exit_code == 0, done.output
     assert "proof: proven by orbax" in done.output
-    assert "the mapping multiplies weights by 0.5, the optimizer does not" in " ".join(done.output.split())
+    assert "the mapping multiplies weights by 0.5, but not the optimizer's updates" in " ".join(
+        done.output.split()
+    )
     document = CliRunner().invoke(
         app, ["convert", source, str(tmp_path / "c"), "--into", "flax", "--axis", "d=4", "--prove", "--json"]
     )
@@ -294,3 +297,50 @@ def test_moments_with_scales_are_not_proven(tmp_path: Path) -> None:
     assert not proof
     assert proof.summary().startswith("not proven by orbax")
     assert "no step was taken from moments with scales" in proof.summary()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9, weight_decay=0.1),
+        lambda weights: torch.optim.Adam(weights, lr=1e-2, weight_decay=0.1),
+        lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1),
+    ],
+    ids=["SGD", "Adam", "AdamW"],
+)
+def test_weights_decay_on_both_sides_as_in_torchs_optimizer(made: Callable[..., Any], tmp_path: Path) -> None:
+    side = TorchTraining(CHAINS[0], seed=1)
+    side.optimizer = made(side.model.parameters())
+    side.train(0, 3)
+    LAYOUTS[0].write(side.model, side.optimizer, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "result", mapping=MAPPING)
+    proof = prove(tmp_path / "source", tmp_path / "result", ConvertOptions(mapping=MAPPING))
+    assert proof, proof.summary()
+    assert proof.states[0].largest < 1e-12
+
+
+def test_what_was_left_out_is_no_part_of_the_proof(tmp_path: Path) -> None:
+    side = TorchTraining(CHAINS[0], seed=1)
+    side.train(0, 3)
+    side.model.register_buffer("junk", torch.ones(3))
+    LAYOUTS[0].write(side.model, side.optimizer, tmp_path / "source")
+    selection = Selection(drop=("*junk",))
+    convert(tmp_path / "source", tmp_path / "result", mapping=MAPPING, selection=selection)
+    options = ConvertOptions(mapping=MAPPING, selection=selection)
+    assert prove(tmp_path / "source", tmp_path / "result", options)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_pickle_that_runs_code_is_refused_before_torch_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = to_torch(tmp_path, "adamw")
+    (tmp_path / "result" / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError):
+        prove(tmp_path / "source", tmp_path / "result", options)
+    assert not (tmp_path / "ran").exists()

@@ -37,7 +37,6 @@ from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
-from bridge.core.mapping.plan.plan import TranslationPlan, carried_over
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.numbered_states import with_named_states
@@ -191,15 +190,7 @@ def planned(
         if options.dequantize:
             held = DequantizedReader(held)
         target = options.to or _usual_target(held, template)
-        found = ""
-        if options.mapping is None and (why := _needs_mapping(held, template, options)):
-            table, found = found_mapping(
-                held,
-                lambda t: _chosen(whole, held, template, target, _table_of(options, t), options),
-                [name for name in (options.into, options.from_) if name is not None],
-                why,
-            )
-            table = _table_of(options, table)
+        table, found = (table, ()) if table is not None else _found(whole, held, template, target, options)
         fitted, held, left_out = _chosen(whole, held, template, target, table, options)
         files, digest = _files_of(whole)
         template_files, template_digest = ((), "") if template is None else _files_of(template.reader)
@@ -226,7 +217,7 @@ def planned(
             plan.inexact,
             _companions(whole, unread, options),
             conventions=plan.conventions,
-            remarks=(*([found] if found else []), *plan.remarks),
+            remarks=(*found, *plan.remarks),
             left_alone=unread,
             filled=fitted.filled,
             template_files=template_files,
@@ -255,6 +246,26 @@ def _needs_mapping(reader: CheckpointReader, template: Template | None, options:
     except MappingError as error:
         return str(error)
     return ""
+
+
+def _found(
+    whole: CheckpointReader,
+    held: CheckpointReader,
+    template: Template | None,
+    target: Format,
+    options: ConvertOptions,
+) -> tuple[MappingTable | None, tuple[str, ...]]:
+    """The mapping of a conversion that names none, with a remark; no mapping if names need none."""
+    if why := _needs_mapping(held, template, options):
+        table, remark = found_mapping(
+            held,
+            lambda t: _chosen(whole, held, template, target, _table_of(options, t), options),
+            [name for name in (options.into, options.from_) if name is not None],
+            why,
+        )
+        return _table_of(options, table), (remark,)
+    # Refuses choices that concern a mapping.
+    return mapping_table(None, options.axes, options.tied, any_model=options.any_model), ()
 
 
 def _chosen(
@@ -303,17 +314,9 @@ def _fitted(
 ) -> Fitted:
     """The translation, with the template's leaves if there is a template."""
     if template is None:
-        plan = _translation(reader, target, table, options)
+        plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         return Fitted(plan, reader, mapping=table, sides=plan.conventions)
     return template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
-
-
-def _translation(
-    reader: CheckpointReader, target: Format, table: MappingTable | None, options: ConvertOptions
-) -> TranslationPlan:
-    if options.concern_a_mapping:
-        return make_plan(reader, target, table, into=options.into, from_=options.from_)
-    return carried_over(reader, target)
 
 
 def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,12 @@ def restored(item: Path, template: Path | None) -> Iterator[tuple[tuple[str, ...
                 target = checkpointer.restore(template.absolute())
             with ocp.StandardCheckpointer() as standard:
                 tree = standard.restore(item.absolute(), target)
-    for path, value in _leaves(tree, ()):
+    for path, value in jax.tree.leaves_with_path(tree):
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         if hasattr(value, "dtype"):
-            yield path, np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(tree, Mapping):
-        entries = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list | tuple):
-        entries = [(str(number), value) for number, value in enumerate(tree)]
-    else:
-        yield path, tree
-        return
-    for key, value in entries:
-        yield from _leaves(value, (*path, key))
+            keys = tuple(str(key.key if isinstance(key, jax.tree_util.DictKey) else key.idx) for key in path)
+            yield keys, np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def update(state: WeightState) -> np.ndarray:
@@ -69,12 +58,11 @@ def update(state: WeightState) -> np.ndarray:
             rates = (*state.betas, state.number("eps", 1e-8))
             adam = (count, moments["exp_avg"], moments["exp_avg_sq"])
             if LARGEST in moments:
-                transform, own = (
-                    optax.scale_by_amsgrad(*rates),
-                    optax.ScaleByAmsgradState(*adam, moments[LARGEST]),
-                )
+                transform = optax.scale_by_amsgrad(*rates)
+                own = optax.ScaleByAmsgradState(*adam, moments[LARGEST])
             else:
                 transform, own = optax.scale_by_adam(*rates), optax.ScaleByAdamState(*adam)
-        direction, _ = transform.update(gradient, own, weight)
-        decayed = direction + state.number("weight_decay", 0.0) * weight
-        return np.asarray(-state.number("lr", 1e-3) * decayed)
+        # In the place where torch's optimizer has it.
+        decay = state.number("weight_decay", 0.0) * weight
+        direction, _ = transform.update(gradient if state.decoupled else gradient + decay, own, weight)
+        return np.asarray(-state.number("lr", 1e-3) * (direction + decay if state.decoupled else direction))

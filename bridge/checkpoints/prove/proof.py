@@ -21,12 +21,14 @@ from zlib import crc32
 import numpy as np
 
 from bridge.checkpoints.convert.plan import Conversion, ConvertOptions, planned
+from bridge.checkpoints.ground.selection import SelectedReader
 from bridge.checkpoints.prove.weight_state import WeightState, options_by_weight
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.orbax.item import step_metadata
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
 from bridge.core.formats.tensors.wrapping import AlteredReader
+from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.mapping.language.conventions import MOMENTS, SCALES, Moment
 from bridge.core.mapping.plan.plan import PlannedTensor
 from bridge.core.mapping.plan.translation import make_plan
@@ -126,7 +128,8 @@ def prove(source: str | os.PathLike[str], result: str | os.PathLike[str], option
             missing.append("no step was taken: expected a mapping (--mapping) or a template (--like)")
         else:
             with open_checkpoint(source, items=options.items) as whole:
-                steps = _Steps(whole, reader, conversion, options)
+                held = DequantizedReader(whole) if options.dequantize else whole
+                steps = _Steps(held, reader, conversion, options)
                 try:
                     states = list(steps.proofs(libraries))
                 except ImportError as error:
@@ -202,9 +205,11 @@ class _Steps:
         assert mapping is not None
         assert sides is not None
         order = options.optimizer_order
-        self.readers = tuple(
+        named, there = (
             with_named_states(with_step_tensors(reader), mapping, order) for reader in (source, result)
         )
+        everything = options.selection.everything
+        self.readers = (named if everything else SelectedReader(named, options.selection), there)
         self.trees = tuple(
             find(reader.tensors.values(), mapping, side, str(reader.path))
             for reader, side in zip(self.readers, sides, strict=True)
@@ -230,9 +235,7 @@ class _Steps:
         self.planned = {_key(tensor.path): tensor for tensor in plan.tensors.values()}
         self.problems, self.missing = list[str](), list[str]()
         # A template may lack states, and a selection may leave them out.
-        self.left = (
-            set(self.by_moment.values()) if options.like is None and options.selection.everything else set()
-        )
+        self.left = set(self.by_moment.values()) if options.like is None and everything else set()
         self.with_state = frozenset(self.by_moment.values())
 
     def proofs(self, libraries: dict[str, None]) -> Iterator[StateProof]:
@@ -263,7 +266,7 @@ class _Steps:
         said = ""
         if factors - {0.0, 1.0}:
             shown = first_of([f"{factor:.4g}" for factor in sorted(factors - {0.0, 1.0})], 3)
-            said = f"the mapping multiplies weights by {shown}, the optimizer does not: training goes on differently"
+            said = f"the mapping multiplies weights by {shown}, but not the optimizer's updates: training differs"
         return StateProof(place, len(weights), largest, at or next(iter(weights)), tolerance, said)
 
     def _difference(

@@ -23,7 +23,8 @@ def restored(path: Path, reader: CheckpointReader) -> Iterator[tuple[str, np.nda
         for name, info in reader.tensors.items()
     }
     with warnings.catch_warnings():
-        # DCP warns that there is one process, as is wanted.
+        # DCP warns that there is one process, as is wanted. It unpickles the metadata, which ``reader`` has read: a
+        # pickle that would run code is refused there.
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path, no_dist=True)
     for name, tensor in state.items():
@@ -36,7 +37,7 @@ def update(state: WeightState) -> np.ndarray:
     weight.grad = torch.from_numpy(state.gradient.copy())
     rate, decay = state.number("lr", 1e-3), state.number("weight_decay", 0.0)
     # The optimizer changes the moments in place.
-    own = {name: torch.from_numpy(values.copy()) for name, values in state.moments.items()}
+    own: dict[str, torch.Tensor] = {m: torch.from_numpy(values.copy()) for m, values in state.moments.items()}
     optimizer: torch.optim.Optimizer
     if MOMENTUM in own:
         optimizer = torch.optim.SGD(
@@ -48,11 +49,10 @@ def update(state: WeightState) -> np.ndarray:
             nesterov=bool(state.options.get("nesterov", False)),
         )
     else:
-        decoupled = state.options.get("decoupled_weight_decay", True)
-        optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        optimizer = (torch.optim.AdamW if state.decoupled else torch.optim.Adam)(
             [weight], rate, state.betas, state.number("eps", 1e-8), decay, amsgrad=LARGEST in own
         )
-        own = {**own, "step": torch.tensor(state.step)}  # type: ignore[dict-item]  # not a moment
+        own["step"] = torch.tensor(state.step)
     optimizer.state[weight] = own
     optimizer.step()
     return weight.detach().numpy() - state.weight

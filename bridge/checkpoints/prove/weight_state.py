@@ -25,7 +25,7 @@ _GROUPS = "param_groups"
 class WeightState:
     """weight, gradient, moments: float64 arrays of one shape. step: finished steps. options: torch's hyperparameters.
 
-    An option that a checkpoint does not have is torch's default.
+    An option that neither checkpoint has is the same usual number for both.
     """
 
     weight: np.ndarray
@@ -38,6 +38,11 @@ class WeightState:
         """A hyperparameter."""
         value = self.options.get(option, default)
         return float(value) if isinstance(value, int | float) else default
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the weight itself decays, as in AdamW, instead of its gradient, as in SGD and Adam."""
+        return MOMENTUM not in self.moments and bool(self.options.get("decoupled_weight_decay", True))
 
     @property
     def betas(self) -> tuple[float, float]:
