@@ -37,6 +37,7 @@ from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
+from bridge.core.mapping.plan.plan import carried_over
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.numbered_states import with_named_states
@@ -264,8 +265,10 @@ def _found(
             why,
         )
         return _table_of(options, table), (remark,)
-    # Refuses choices that concern a mapping.
-    return mapping_table(None, options.axes, options.tied, any_model=options.any_model), ()
+    if options.concern_a_mapping:
+        # Refuses choices that nothing would use.
+        mapping_table(None, options.axes, options.tied, any_model=options.any_model)
+    return None, ()
 
 
 def _chosen(
@@ -314,6 +317,8 @@ def _fitted(
 ) -> Fitted:
     """The translation, with the template's leaves if there is a template."""
     if template is None:
+        if table is None:
+            return Fitted(carried_over(reader, target), reader)
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         return Fitted(plan, reader, mapping=table, sides=plan.conventions)
     return template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
