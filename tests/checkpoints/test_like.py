@@ -242,7 +242,7 @@ def test_another_template_is_another_conversion(tmp_path: Path) -> None:
         shutil.rmtree(template)
         OptaxTraining(CHAINS[1], TorchTraining(CHAINS[1], seed).weights()).save(template)
         with planned(source, ConvertOptions(mapping=MAPPING, like=template)) as (conversion, _):
-            keys.append(conversion_key(source, conversion))
+            keys.append(conversion_key(conversion))
     assert keys[0] != keys[1]
     assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"template"}
 

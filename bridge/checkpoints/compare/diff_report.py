@@ -124,11 +124,7 @@ class DiffReport(Viewed):
 
     @property
     def _apart(self) -> bool:
-        differences = (
-            *(self.missing, self.extra, self.mismatched),
-            *(self.objects, self.unreadable, self.structure),
-        )
-        return any(differences)
+        return any((self.missing, self.extra, self.mismatched, self.objects, self.unreadable, self.structure))
 
     @property
     def offenders(self) -> tuple[TensorDiff, ...]:

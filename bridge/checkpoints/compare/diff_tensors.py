@@ -47,13 +47,10 @@ class Pair:
         dtype = common_dtype(self.planned.dtype, self.info.dtype)
         assert dtype is not None
         boxes = list(self._boxes())
-        norms: list[float]
-        due: list[Box]
         if len(boxes) == 1:
             # Small tensors are many: no sums and loops over several regions.
             difference, norm, spread = self._region(boxes[0], dtype)
-            norms = [] if norm is None else [norm]
-            due = []
+            norms, due = [] if norm is None else [norm], list[Box]()
         else:
             difference, spread, norms, due = self._joined(boxes, dtype, workers)
         relative, noise = 0.0, None
@@ -115,7 +112,6 @@ class Pair:
             yield from (box for box in split_box(joint, itemsize) if box.numel)
 
     def _region(self, box: Box, dtype: np.dtype) -> _Region:
-        """Compare within a box."""
         source = whole_source(self.planned.content)
         loan_a = None if source is None else borrow(self.reader_a, source, box, MEMORY.first)
         left = self._read_a(box, dtype) if loan_a is None else _in(dtype, loan_a.array)

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,17 +98,16 @@ class ConvertReport(Viewed):
 
 def report_of(
     conversion: Conversion,
-    places: tuple[Path | str, Path | str],
+    destination: Path | str,
     *,
     resumed: int,
     overflowed: Mapping[str, int],
     verified: bool,
     started: float,
 ) -> ConvertReport:
-    """The report of a finished conversion. places: source, destination. started: by ``time.perf_counter``."""
-    source, destination = places
+    """The report of a finished conversion. started: by ``time.perf_counter``."""
     return ConvertReport(
-        source,
+        conversion.source,
         destination,
         conversion.source_format,
         conversion.format,
@@ -147,22 +146,18 @@ def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
     return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
 
 
-def require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
-    """Refuse a destination that exists already or overlaps with the source, before anything is written."""
+def require_place(conversion: Conversion, destination: Path, replace_it: bool) -> None:
+    """Refuse a destination that exists already or overlaps with source or template, before anything is written."""
     there = os.path.lexists(destination)
     if there and not replace_it:
         raise FileExistsError(
             f"{destination} exists already: remove it first, choose another name, or replace it (--replace)"
         )
-    require_apart(source, destination)
-    if there:
-        require_replaceable(destination)
-
-
-def require_untouched(conversion: Conversion, destination: Path) -> None:
-    """Refuse a destination that is or contains a file of source or template: indexes and links lead anywhere."""
-    if not os.path.lexists(destination):
+    _require_apart(conversion.source, destination)
+    if not there:
         return
+    require_replaceable(destination)
+    # It must not be or contain a file of source or template: indexes and links lead anywhere.
     real = Path(os.path.realpath(destination))
     for owner, files in (("source", conversion.files), ("template", conversion.template_files)):
         for path in files:
@@ -174,7 +169,7 @@ def require_untouched(conversion: Conversion, destination: Path) -> None:
                 )
 
 
-def require_apart(source: Path | str, destination: Path) -> None:
+def _require_apart(source: Path | str, destination: Path) -> None:
     local_source = local_path(source)
     if local_source is None:
         return
@@ -324,14 +319,12 @@ def _convert(
     workers: int,
 ) -> ConvertReport:
     started = time.perf_counter()
-    source = place_of(src)
-    with planned(source, options) as (conversion, reader):
+    with planned(place_of(src), options) as (conversion, reader):
         if isinstance(destination, Path):
-            require_place(source, destination, replace)
-            require_untouched(conversion, destination)
+            require_place(conversion, destination, replace)
         attempt = Attempt(
             require_replaceable if replace else None,
-            conversion_key(source, conversion, options.items_to_write),
+            conversion_key(conversion, options.items_to_write),
             resume,
             conversion.companions.place,
         )
@@ -351,12 +344,27 @@ def _convert(
             require_unchanged(conversion)
         return report_of(
             conversion,
-            (source, destination),
+            destination,
             resumed=resumed,
             overflowed={name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
             verified=options.verify,
             started=started,
         )
+
+
+def declare(
+    conversion: Conversion, writer: CheckpointWriter, outputs: Iterable[Output], *, values: bool = True
+) -> dict[str, str]:
+    """Declare objects, tensors and kinds, and return the writer's names of tensors; without ``values``, only tensors.
+
+    All of them before the first chunk is written: a safetensors header precedes the data.
+    """
+    for path, value in conversion.objects.values() if values else ():
+        writer.add_object(path, value)
+    names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+    if values:
+        writer.add_kinds(conversion.kinds)
+    return names
 
 
 def _write(
@@ -367,13 +375,9 @@ def _write(
     progress: Follow,
 ) -> int:
     """Write everything; return the bytes that were already there."""
-    # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
     outputs: Collection[Output] = conversion.outputs.values()
     with collection_paused():
-        for path, value in conversion.objects.values():
-            writer.add_object(path, value)
-        names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
-    writer.add_kinds(conversion.kinds)
+        names = declare(conversion, writer, outputs)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
     if isinstance(writer.path, UploadPath):
         # Written in the destination's order: a store accepts parts of a file.

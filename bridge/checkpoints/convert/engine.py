@@ -155,7 +155,10 @@ class Copier:
         for chunk in region.chunks:
             # Chunks that the source stores as they will be written are lent. At the first other chunk, the region is
             # read, and that array also contains the region's other chunks.
-            loans = [] if array is not None else self._lend(region, chunk)
+            loans: list[Loan] = []
+            if array is None:
+                _, offset = self._writer.position(region.stored_name, chunk)
+                loans = lend(region.tensor, self._reader, chunk, offset)
             if loans:
                 crc = loans[0].crc if len(loans) == 1 else None
                 self._writer.write(region.stored_name, chunk, [loan.array for loan in loans], crc=crc)
@@ -167,9 +170,6 @@ class Copier:
             part = array if chunk == region.box else array[chunk.slices(region.box)]
             self._writer.write(region.stored_name, chunk, part)
         self._count(region.nbytes, region.tensor.name)
-
-    def _lend(self, region: Region, chunk: Box) -> list[Loan]:
-        return lend(region.tensor, self._reader, chunk, self._writer.position(region.stored_name, chunk)[1])
 
     def _count(self, nbytes: int, name: str) -> None:
         with self._lock:

@@ -291,7 +291,15 @@ def _chosen(
         if table is not None:
             # A part of a model may lack tensors that rules require, or that determine sizes.
             table = with_stored_sizes(table, held).part()
-    return _fitted(reader, template, target, table, options), held, left_out
+    if template is not None:
+        order = options.optimizer_order
+        fitted = template.fitted(reader, table, options.from_, options.into, target, order)
+    elif table is not None:
+        plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
+        fitted = Fitted(plan, reader, mapping=table, sides=plan.conventions)
+    else:
+        fitted = Fitted(carried_over(reader, target), reader)
+    return fitted, held, left_out
 
 
 def _files_of(reader: CheckpointReader) -> tuple[tuple[Path, ...], str]:
@@ -308,22 +316,6 @@ def _usual_target(reader: CheckpointReader, template: Template | None) -> Format
     return "dcp" if reader.format == "orbax" else "orbax"
 
 
-def _fitted(
-    reader: CheckpointReader,
-    template: Template | None,
-    target: Format,
-    table: MappingTable | None,
-    options: ConvertOptions,
-) -> Fitted:
-    """The translation, with the template's leaves if there is a template."""
-    if template is None:
-        if table is None:
-            return Fitted(carried_over(reader, target), reader)
-        plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
-        return Fitted(plan, reader, mapping=table, sides=plan.conventions)
-    return template.fitted(reader, table, options.from_, options.into, target, options.optimizer_order)
-
-
 def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:
     """The files that are copied. unread: files next to the source that are left alone, by name."""
     companions = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
@@ -332,10 +324,9 @@ def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: Con
     return dataclasses.replace(companions, dequantized=options.dequantize).without(without)
 
 
-def conversion_key(
-    source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
-) -> dict[str, str]:
+def conversion_key(conversion: Conversion, write_items: Sequence[str] = ()) -> dict[str, str]:
     """The identity of a conversion: conversions with equal keys write the same bytes."""
+    source = conversion.source
     template = {"template": conversion.template_digest} if conversion.template_digest else {}
     return {
         **template,

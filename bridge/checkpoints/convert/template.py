@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
-from bridge.checkpoints.ground.selection import STATE_ROOTS
+from bridge.checkpoints.ground.selection import STATE_ROOTS, root_of
 from bridge.core.formats import Format, format_named, open_checkpoint
 from bridge.core.formats.orbax.item import StepMetadata, step_metadata
 from bridge.core.formats.stores.store import is_url, local_path
@@ -360,18 +360,14 @@ class _Fit:
         return {name: value for value, name in values.items()}
 
 
-def _root(path: TreePath) -> str:
-    return str(path[0]).partition(".")[0]
-
-
 def _is_state(path: TreePath) -> bool:
     """Whether something is the program's own state, such as random state anywhere in the tree, not a weight."""
-    return _root(path) in STATE_ROOTS or not {"rng", "rngs"}.isdisjoint(path)
+    return root_of(path) in STATE_ROOTS or not {"rng", "rngs"}.isdisjoint(path)
 
 
 def _is_count(path: TreePath) -> bool:
     last = path[-2] if len(path) > 1 and path[-1] == "value" else path[-1]
-    return str(last).rpartition(".")[2] in _STEPS and _root(path) in _ROOTS_OF_STEPS
+    return str(last).rpartition(".")[2] in _STEPS and root_of(path) in _ROOTS_OF_STEPS
 
 
 def _moment_of(path: TreePath) -> tuple[TreePath, Section] | None:

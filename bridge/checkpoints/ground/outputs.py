@@ -32,14 +32,9 @@ from bridge.core.mapping.one_rule.scales import DecodedView
 from bridge.core.mapping.plan.plan import PlannedTensor
 from bridge.core.text import first_of
 
-_KINDS = {
-    "f": "floating-point",
-    "V": "floating-point",
-    "c": "complex",
-    "i": "integer",
-    "u": "integer",
-    "b": "boolean",
-}
+_KINDS = (
+    dict.fromkeys("fV", "floating-point") | dict.fromkeys("iu", "integer") | {"c": "complex", "b": "boolean"}
+)
 
 _COUNTS = ("step", "count")
 _OF_WEIGHTS = ("_scale_inv", "_scale")

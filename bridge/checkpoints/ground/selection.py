@@ -79,7 +79,9 @@ class Selection:
             names = [
                 name
                 for name in names
-                if (_root(paths[name]) in _OF_MODELS if has_key else _root(paths[name]) not in STATE_ROOTS)
+                if (
+                    root_of(paths[name]) in _OF_MODELS if has_key else root_of(paths[name]) not in STATE_ROOTS
+                )
             ]
         return frozenset(names)
 
@@ -169,5 +171,6 @@ def _any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _root(path: TreePath) -> str:
+def root_of(path: TreePath) -> str:
+    """The first key of a path, even as a part of a flat name."""
     return str(path[0]).partition(".")[0]

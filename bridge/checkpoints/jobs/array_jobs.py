@@ -18,11 +18,11 @@ from pathlib import Path
 
 from bridge.checkpoints.convert.conversion import (
     ConvertReport,
+    declare,
     naming,
     report_of,
     require_place,
     require_space,
-    require_untouched,
 )
 from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.convert.plan import (
@@ -99,16 +99,14 @@ def convert_part(
     if not 1 <= part <= parts:
         raise CheckpointError(f"expected a part from 1 to {parts}, got {part}")
     destination = require_directory(dst, options)
-    source = place_of(src)
-    with planned(source, options) as (conversion, reader):
+    with planned(place_of(src), options) as (conversion, reader):
         if planned_bytes is not None:
             planned_bytes(conversion.nbytes)
         plan = make_part_plan(conversion.format, conversion.outputs, parts)
-        stage = _stage(source, destination, conversion, parts)
+        stage = _stage(destination, conversion, parts)
         resumed, overflowed, was_there = 0, {}, True
         if not stage.committed():
-            require_place(source, destination, replace)
-            require_untouched(conversion, destination)
+            require_place(conversion, destination, replace)
             require_names(destination, conversion.format, _leaves(conversion))
             stage.create(plan)
             if not stage.part(part).is_dir():
@@ -122,7 +120,7 @@ def convert_part(
         if commit and not missing and not stage.committed():
             notes = _commit(conversion, stage, replace)
             written = 0 if was_there else plan.sizes[part - 1] - resumed
-            whole = _whole(source, destination, conversion, options, notes, started, written)
+            whole = _whole(destination, conversion, options, notes, started, written)
         committed = stage.committed()
         if committed:
             # A late run may have started a part that another run has just finished.
@@ -158,21 +156,18 @@ def commit_parts(
     """
     started = time.perf_counter()
     destination = require_directory(dst, options)
-    source = place_of(src)
-    with planned(source, options) as (conversion, _):
-        stage = _found_stage(source, destination, conversion, parts)
+    with planned(place_of(src), options) as (conversion, _):
+        stage = _found_stage(destination, conversion, parts)
         if not stage.committed():
-            require_place(source, destination, replace)
-            require_untouched(conversion, destination)
+            require_place(conversion, destination, replace)
             if stage.missing:
                 raise CheckpointError(_missing(stage))
         notes = _commit(conversion, stage, replace)
         stage.tidy()
-    return _whole(source, destination, conversion, options, notes, started)
+    return _whole(destination, conversion, options, notes, started)
 
 
 def _whole(
-    source: Path | str,
     destination: Path,
     conversion: Conversion,
     options: ConvertOptions,
@@ -189,7 +184,7 @@ def _whole(
             overflowed[name] = overflowed.get(name, 0) + count
     return report_of(
         conversion,
-        (source, destination),
+        destination,
         resumed=conversion.nbytes - written,
         overflowed=overflowed,
         verified=verified,
@@ -238,12 +233,8 @@ class _PartCopy:
         return False, resumed
 
     def _write(self, writer: CheckpointWriter, workers: int, progress: Progress | None) -> int:
-        if self._part == 1:
-            declare_values(self._conversion, writer)
         outputs = self._outputs
-        names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
-        if self._part == 1:
-            writer.add_kinds(self._conversion.kinds)
+        names = declare(self._conversion, writer, outputs, values=self._part == 1)
         done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
         require_space(writer.path, self._total - done)
         work = runs(outputs, writer, names)
@@ -251,24 +242,10 @@ class _PartCopy:
         return done
 
 
-def declare_values(conversion: Conversion, writer: CheckpointWriter) -> None:
-    for path, value in conversion.objects.values():
-        writer.add_object(path, value)
-
-
 def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Mapping[str, object]]:
     """Join all parts. If another process is joining them, wait for it."""
-
-    def declare(writer: CheckpointWriter) -> None:
-        declare_values(conversion, writer)
-        for output in conversion.outputs.values():
-            writer.add_tensor(output.path, output.shape, output.dtype)
-        writer.add_kinds(conversion.kinds)
-
-    place_companions = conversion.companions.place
-    attempt = Attempt(
-        require_replaceable if replace else None, stage.key, resume=True, accompany=place_companions
-    )
+    replaceable, outputs = require_replaceable if replace else None, conversion.outputs.values()
+    attempt = Attempt(replaceable, stage.key, resume=True, accompany=conversion.companions.place)
     parts = [stage.part(number) for number in range(1, stage.count + 1)]
     notes: Sequence[Mapping[str, object]] = ()
     while not stage.committed():
@@ -276,7 +253,14 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
             notes = stage.notes()
             require_unchanged(conversion)
             with naming(stage.destination):
-                join_parts(stage.destination, conversion.format, parts, attempt, stage.conversion, declare)
+                join_parts(
+                    stage.destination,
+                    conversion.format,
+                    parts,
+                    attempt,
+                    stage.conversion,
+                    lambda writer: declare(conversion, writer, outputs),
+                )
         except InUse as error:
             if error.directory != stage.path:
                 raise
@@ -288,23 +272,21 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
     return notes
 
 
-def _stage(source: Path | str, destination: Path, conversion: Conversion, parts: int) -> Stage:
-    return Stage(destination, {**conversion_key(source, conversion), "parts": str(parts)})
+def _stage(destination: Path, conversion: Conversion, parts: int) -> Stage:
+    return Stage(destination, {**conversion_key(conversion), "parts": str(parts)})
 
 
-def _found_stage(source: Path | str, destination: Path, conversion: Conversion, parts: int | None) -> Stage:
+def _found_stage(destination: Path, conversion: Conversion, parts: int | None) -> Stage:
     """The stage of this conversion with so many parts; for any number, the stage with the fewest missing parts."""
     candidates = stages_at(destination)
     counts = [int(key["parts"]) for key in candidates.values() if str(key.get("parts", "")).isdecimal()]
     # A destination that already exists is recognized with any number of parts.
-    stages = [
-        _stage(source, destination, conversion, count)
-        for count in (counts if parts is None else [parts]) or [1]
-    ]
+    counts = (counts if parts is None else [parts]) or [1]
+    stages = [_stage(destination, conversion, count) for count in counts]
     own = [stage for stage in stages if stage.path in candidates or stage.committed()]
     if own:
         return min(own, key=lambda stage: len(stage.missing))
-    wanted = conversion_key(source, conversion)
+    wanted = conversion_key(conversion)
     others = [
         f"{directory} ({'; '.join(_differences(wanted, key)) or 'other parts'})"
         for directory, key in candidates.items()

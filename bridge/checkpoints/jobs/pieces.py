@@ -20,7 +20,7 @@ from bridge.checkpoints.ground.outputs import Output
 from bridge.core.formats.files.part_files import Share
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.boxes import REGION_BYTES
-from bridge.core.formats.whole.in_parts import chunk_count, divisible
+from bridge.core.formats.whole.in_parts import chunk_count
 from bridge.core.mapping.language.relation import READ_BYTES
 
 PIECE_BYTES = 256 << 20
@@ -96,7 +96,8 @@ def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[Conve
     for output in outputs:
         count, nbytes = chunk_count(format, output.shape, output.dtype), output.nbytes
         # Chunks at the upper ends are smaller; which ones matters little here.
-        step = max(1, count * most // max(nbytes, 1)) if divisible(format) else max(count, 1)
+        # In safetensors a tensor is in one file, so one part has all of its chunks.
+        step = max(count, 1) if format == "safetensors" else max(1, count * most // max(nbytes, 1))
         for first in range(0, max(count, 1), step):
             stop = min(first + step, count)
             yield ConversionPiece(

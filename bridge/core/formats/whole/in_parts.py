@@ -44,7 +44,7 @@ def join_parts(
     parts: Sequence[Path],
     attempt: Attempt,
     conversion: str,
-    declare: Callable[[CheckpointWriter], None],
+    declare: Callable[[CheckpointWriter], object],
 ) -> None:
     """Make the checkpoint at `path` from all its parts, in order, which are in its working directory.
 
@@ -77,11 +77,6 @@ def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     else:
         block = default_chunk_shape(shape, dtype)
     return math.prod(-(-n // b) for n, b in zip(shape, block, strict=True))
-
-
-def divisible(format: str) -> bool:
-    """Whether several parts may have chunks of one tensor; in safetensors a tensor is in one file."""
-    return format != "safetensors"
 
 
 def require_names(path: Path, format: str, leaves: Iterable[TreePath]) -> None:
