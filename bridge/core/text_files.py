@@ -56,11 +56,9 @@ def read_text(
         ) from None
 
 
-def load_toml(
-    path: str | os.PathLike[str], error: MakeError, expected: str = "a TOML file"
-) -> dict[str, Any]:
+def load_toml(path: str | os.PathLike[str], error: MakeError) -> dict[str, Any]:
     """The tables of a TOML file. Raises as `read_text` does, and for invalid TOML."""
-    return parse_toml(read_text(path, error, most=MAX_TOML, expected=expected), str(path), error, expected)
+    return parse_toml(read_text(path, error, most=MAX_TOML, expected="a TOML file"), str(path), error)
 
 
 def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML file") -> dict[str, Any]:

@@ -193,8 +193,6 @@ def _whole(
 
 
 class _PartCopy:
-    """The writing of one part."""
-
     def __init__(
         self,
         reader: CheckpointReader,

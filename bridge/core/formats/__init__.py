@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -20,21 +21,16 @@ from bridge.core.formats.dcp.metadata import metadata_files
 from bridge.core.formats.files.atomic import is_unfinished
 from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.orbax.item import StepMetadata
-from bridge.core.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.safetensors.files import SAFETENSORS_FILES
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.store import hub_hint, is_url
 from bridge.core.formats.tensors.base import (
-    DTYPES,
     Box,
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
-    TensorInfo,
     TreePath,
-    dtype_from_name,
-    dtype_name,
 )
-from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
 from bridge.core.formats.whole.read_only import directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
@@ -42,7 +38,6 @@ from bridge.core.long_calls import collection_paused
 from bridge.core.text import first_of
 
 __all__ = [
-    "DTYPES",
     "FORMATS",
     "READ_ONLY_FORMATS",
     "Attempt",
@@ -51,13 +46,9 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "Format",
-    "TensorInfo",
     "TreePath",
-    "check_coverage",
     "create_checkpoint",
     "detect_format",
-    "dtype_from_name",
-    "dtype_name",
     "format_named",
     "items_of_each",
     "open_checkpoint",
@@ -95,7 +86,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
             "earlier checkpoint"
         )
     if not where.is_dir():
-        if holds_safetensors(where):
+        if SAFETENSORS_FILES.is_one(where):
             return "safetensors"
         if (format := single_file_format(where)) is not None:
             return format
@@ -112,7 +103,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if parts := pipeline_parts(where):
         formats = {detect_format(part) for part in parts.values()}
         return formats.pop() if len(formats) == 1 else "safetensors"
-    if holds_safetensors(where):
+    if SAFETENSORS_FILES.is_one(where):
         return "safetensors"
     if (format := directory_format(where)) is not None:
         return format
@@ -180,15 +171,11 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         return DcpReader(path, verify)
     parts = parts_of(path, items)
     if len(parts) > 1:
-        opened: dict[str, CheckpointReader] = {}
-        try:
-            for name, part in parts.items():
-                opened[name] = _open(part, verify, ())
-            return JoinedReader(path, format, opened)
-        except BaseException:
-            for reader in opened.values():
-                reader.close()
-            raise
+        with ExitStack() as opened:
+            readers = {name: opened.enter_context(_open(part, verify, ())) for name, part in parts.items()}
+            joined = JoinedReader(path, format, readers)
+            opened.pop_all()
+        return joined
     if parts:
         return _open(next(iter(parts.values())), verify, ())
     if format == "torch":

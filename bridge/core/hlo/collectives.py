@@ -15,6 +15,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bridge.core.hlo.text import Array, Module, Operation, arrays_of, elements
 
 KINDS = {
@@ -131,7 +133,7 @@ def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], .
     if iota := _IOTA.search(text):
         sizes = [int(number) for number in iota[3].split(",")]
         order = [int(number) for number in iota[4].split(",")] if iota[4] else list(range(len(sizes)))
-        return (tuple(_transposed(position, sizes, order) for position in range(int(iota[2]))),)
+        return (_transposed(sizes, order, int(iota[2])),)
     if mesh := _MESH.search(text):
         axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
         chosen = [number.strip(" '") for number in mesh[2].split(",")]
@@ -141,16 +143,11 @@ def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], .
             )
         order = [list(axes).index(name) for name in [*(set(axes) - set(chosen)), *chosen]]
         members = math.prod(axes[name] for name in chosen)
-        return (tuple(_transposed(position, list(axes.values()), order) for position in range(members)),)
+        return (_transposed(list(axes.values()), order, members),)
     return (tuple(range(partitions)),)
 
 
-def _transposed(position: int, sizes: list[int], order: list[int]) -> int:
-    """The number at ``position`` of ``arange(prod(sizes)).reshape(sizes).transpose(order).ravel()``."""
-    indices = [0] * len(sizes)
-    for axis in reversed(order):
-        position, indices[axis] = divmod(position, sizes[axis])
-    number = 0
-    for index, size in zip(indices, sizes, strict=True):
-        number = number * size + index
-    return number
+def _transposed(sizes: list[int], order: list[int], count: int) -> tuple[int, ...]:
+    """The first ``count`` numbers of devices on a mesh whose axes are reordered."""
+    devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+    return tuple(devices.ravel()[:count].tolist())

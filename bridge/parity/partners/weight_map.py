@@ -360,5 +360,5 @@ def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
     """The numbers of a tensor's stacked axes, in the order of the axes."""
     if entry.expression is None:
         return ()
-    axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets() for axis in axes)
+    axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets for axis in axes)
     return tuple(values[axis] for axis in axes if axis in values and axis not in entry.path.indices)

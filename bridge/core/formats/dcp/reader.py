@@ -102,7 +102,10 @@ class DcpReader(ClosedAtEnd):
         for index in self._chunks.touching(info, box):
             common = info.chunks[index].intersect(box)
             if common is not None:
-                self._copy_from_chunk(info, index, common, result[common.slices(box)])
+                target = result[common.slices(box)]
+                source, compare = self._part(info, index, common, target.flags.c_contiguous)
+                self._files.copy(as_integers(target), source)
+                compare(target)
         return result
 
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
@@ -254,11 +257,6 @@ class DcpReader(ClosedAtEnd):
         """Whether SerializationFormat.SAFETENSORS wrote it: a safetensors file begins at this place."""
         file = self._files.view(extent.file, (extent.offset, extent.offset + LENGTH_BYTES + 1))
         return looks_like_header(file, extent.offset)
-
-    def _copy_from_chunk(self, info: TensorInfo, index: int, common: Box, target: np.ndarray) -> None:
-        source, compare = self._part(info, index, common, target.flags.c_contiguous)
-        self._files.copy(as_integers(target), source)
-        compare(target)
 
     def _part(
         self, info: TensorInfo, index: int, common: Box, in_one_piece: bool = True

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Final
@@ -106,7 +107,8 @@ class DcpWriter(FlatWriter):
         """
         self._require_open()
         name, tree_path = flat_name(path)
-        info = self._info(name, tree_path, shape, dtype, chunk_shape, _require_dtype, whole=False)
+        require_dtype = partial(dtype_name, known=DTYPES)
+        info = self._info(name, tree_path, shape, dtype, chunk_shape, require_dtype, whole=False)
         if self._share is not None:
             info = replace(info, chunks=self._share.own(name, info.chunks))
         with self._lock:
@@ -159,10 +161,6 @@ class DcpWriter(FlatWriter):
                 crc, parts = extend(crc, b"".join(parts)), []
         parts += [self._data.read(extent.offset, extent.length) for extent in objects]
         return extend(crc, b"".join(parts))
-
-
-def _require_dtype(dtype: np.dtype) -> None:
-    dtype_name(dtype, DTYPES)
 
 
 class _Archives:

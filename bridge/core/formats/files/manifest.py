@@ -236,7 +236,9 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
             _tensors(root["tensors"]) if tensors is None else tensors,
             {_text(name): _crc(crc) for name, crc in root["objects"].items()},
             {
-                _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc), *map(_crc, rest))
+                _text(name): ManifestFile(
+                    _sizes((size,))[0], None if crc is None else _crc(crc), *map(_crc, rest)
+                )
                 for name, (size, crc, *rest) in root["files"].items()
             },
             _conversion(root),
@@ -340,10 +342,6 @@ def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
     if sizes and (set(map(type, sizes)) != {int} or min(sizes) < 0 or max(sizes) >= _MAX_SIZE):
         raise ValueError(f"expected sizes of at least 0, got {sizes!r:.40}")
     return sizes
-
-
-def _size(value: Any) -> int:
-    return _sizes((value,))[0]
 
 
 def _text(value: Any) -> str:

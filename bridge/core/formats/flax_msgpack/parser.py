@@ -191,12 +191,7 @@ class _Parser:
 
 
 _CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
-_NUMBERS: Final = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q"} | {
-    0xD0: "b",
-    0xD1: "h",
-    0xD2: "i",
-    0xD3: "q",
-}
+_NUMBERS: Final = dict(enumerate("fdBHIQbhiq", 0xCA))
 _EXTENSIONS: Final = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _SIZED: Final = {
     **{0xC4: ("bytes", "B"), 0xC5: ("bytes", "H"), 0xC6: ("bytes", "I")},

@@ -88,29 +88,9 @@ def _why_none(path: Path) -> str:
 _WEIGHTS: Final = frozenset({"params", "model", "weights"})
 _BESIDE: Final = frozenset(
     {
-        *(
-            "opt_state",
-            "optimizer",
-            "optim",
-            "opt",
-            "batch_stats",
-            "variables",
-            "rng",
-            "rngs",
-            "ema",
-            "ema_params",
-            "twinshard",
-        ),
-        *(
-            "step",
-            "train",
-            "extra",
-            "model_state",
-            "optimizer_state",
-            "data_iter",
-            "lr_scheduler",
-            "scheduler",
-        ),
+        *("opt_state", "optimizer_state", "optimizer", "optim", "opt", "lr_scheduler", "scheduler"),
+        *("batch_stats", "model_state", "variables", "ema", "ema_params", "rng", "rngs"),
+        *("step", "train", "extra", "data_iter", "twinshard"),
     }
 )
 

@@ -34,14 +34,8 @@ _NAMES: Final = (
     *(CONFIG_FILE, "*_config.json", "params.json", "preprocessor.json", "modules.json"),
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "vocab.bpe", "encoder.json", "chat_template.json", "*.jinja"),
-    *(
-        "tokenizer.model",
-        "tokenizer.model.v*",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "*.spm",
-        "*.tiktoken",
-    ),
+    *("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model"),
+    *("*.spm", "*.tiktoken"),
 )
 
 

@@ -12,7 +12,6 @@ dir/shard-00001-model-00001-of-00001.safetensors    PyTorch's HuggingFaceStorage
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 from bridge.core.formats.reading.model_files import FileKind
@@ -28,8 +27,3 @@ SAFETENSORS_FILES: Final = FileKind(
     (SINGLE_FILE, INDEX_FILE, f"diffusion_pytorch_{INDEX_FILE}", f"diffusion_pytorch_{SINGLE_FILE}"),
     rank=re.compile(r"shard-\d+-(?=model-\d+-of-\d+\.safetensors\Z)"),
 )
-
-
-def holds_safetensors(path: Path) -> bool:
-    """Whether a file or directory looks like a safetensors checkpoint, judging only by names."""
-    return SAFETENSORS_FILES.is_one(path)

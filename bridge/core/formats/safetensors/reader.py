@@ -55,8 +55,6 @@ HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, SHARDING_KEY, "DCP_VERSION"})
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One file's piece of a tensor."""
-
     file: str
     array: StoredArray
     box: Box

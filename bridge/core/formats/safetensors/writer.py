@@ -20,7 +20,6 @@ from typing import Final
 import numpy as np
 
 from bridge.core.formats.files.atomic import sidecar_of
-from bridge.core.formats.files.data_file import DataFile
 from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
@@ -40,7 +39,6 @@ from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_va
 from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.core.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
 from bridge.core.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
-from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath
 from bridge.core.formats.tensors.leaves import flat_name
 
@@ -131,10 +129,6 @@ class SafetensorsWriter(FlatWriter):
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
 
-    def _finish(self) -> None:
-        self._laid_out()
-        self._write_manifest()
-
     def _laid_out(self) -> dict[str, Place]:
         """Every tensor's place; the first call decides the places and writes the headers."""
         with self._lock:
@@ -160,7 +154,9 @@ class SafetensorsWriter(FlatWriter):
                 header = format_header([(info.name, info.dtype, info.shape) for info in shard], metadata)
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {error}") from None
-            stored, position = self._create(self._single or file), len(header)
+            name, position = self._single or file, len(header)
+            self._names.append(name)
+            stored = self._record.open(self._directory.temporary / name)
             for info in shard:
                 nbytes = info.nbytes
                 places[info.name] = Place(stored, position, nbytes)
@@ -197,11 +193,7 @@ class SafetensorsWriter(FlatWriter):
         # Readers that map the file need every tensor at a multiple of its itemsize.
         return [sorted(shard, key=lambda info: -info.dtype.itemsize) for shard in shards]
 
-    def _create(self, name: str) -> DataFile | UploadFile:
-        self._names.append(name)
-        return self._record.open(self._directory.temporary / name)
-
-    def _write_manifest(self) -> None:
+    def _finish(self) -> None:
         folder = self._directory.temporary
         places = self._laid_out().values()
         files = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -189,7 +190,8 @@ class UploadFile:
     def _gap_bytes(self, first: int) -> int:
         """Bytes of a part that belong to no place."""
         gaps, stop = self._gaps, first + self._part_size
-        index = _first_gap(gaps, first)
+        # From the first gap that ends after the part's first byte.
+        index = 2 * bisect_right(range(len(gaps) // 2), first, key=lambda gap: gaps[2 * gap + 1])
         total = 0
         while index < len(gaps) and gaps[index] < stop:
             total += min(gaps[index + 1], stop) - max(gaps[index], first)
@@ -230,15 +232,3 @@ class UploadFile:
             future.result()
         if self._error is not None:
             raise self._error
-
-
-def _first_gap(gaps: array[int], position: int) -> int:
-    """The index of the first gap that ends after a position."""
-    low, high = 0, len(gaps) // 2
-    while low < high:
-        middle = (low + high) // 2
-        if gaps[2 * middle + 1] > position:
-            high = middle
-        else:
-            low = middle + 1
-    return 2 * low

@@ -25,9 +25,7 @@ CHUNK_BYTES = 32 << 20
 def default_chunk_shape(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
     """The largest block of whole rows within 32 MiB; a larger row is cut along the next axis."""
     block = [max(n, 1) for n in shape]
-    nbytes = dtype.itemsize
-    for n in block:
-        nbytes *= n
+    nbytes = math.prod(block) * dtype.itemsize
     for axis, n in enumerate(block):
         if nbytes <= CHUNK_BYTES:
             break

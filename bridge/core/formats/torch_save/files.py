@@ -18,13 +18,8 @@ TRAINING_STATE: Final = re.compile(
 TORCH_FILES: Final = FileKind(
     (".bin", ".pt", ".pth", ".ckpt"),
     (
-        *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-        *(
-            "diffusion_pytorch_model.bin.index.json",
-            "diffusion_pytorch_model.bin",
-            "adapter_model.bin",
-            "model.pt",
-        ),
+        *("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin.index.json"),
+        *("diffusion_pytorch_model.bin", "adapter_model.bin", "model.pt"),
     ),
     TRAINING_STATE,
     joins_ranks=True,

@@ -24,7 +24,7 @@ from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.orbax.item import TREE_FILE, has_items, items_of_one_state, named_items
 from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
 from bridge.core.formats.reading.weight_index import INDEX_END
-from bridge.core.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.safetensors.files import SAFETENSORS_FILES
 from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
@@ -116,13 +116,6 @@ class JoinedReader(ClosedAtEnd):
         return part.objects[own]
 
 
-def require_one_tree(path: Path | str, keys: Sequence[str]) -> None:
-    """CheckpointError for keys that occur twice: they would be ambiguous."""
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise CheckpointError(f"{path}: expected each item once, got {', '.join(twice)} twice (--item)")
-
-
 PIPELINE_FILE: Final = "model_index.json"
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken")
 _OF_WEIGHTS: Final = (INDEX_END, MANIFEST_FILE, ".manifest.json")
@@ -189,7 +182,7 @@ def _named(path: Path) -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return holds_safetensors(folder) or directory_format(folder) is not None
+    return SAFETENSORS_FILES.is_one(folder) or directory_format(folder) is not None
 
 
 def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
@@ -197,7 +190,9 @@ def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
 
     items: the requested parts. CheckpointError if one is missing.
     """
-    require_one_tree(path, list(items))
+    twice = sorted({name for name in items if items.count(name) > 1})
+    if twice:
+        raise CheckpointError(f"{path}: expected each item once, got {', '.join(twice)} twice (--item)")
     if not path.is_dir():
         if items:
             raise CheckpointError(f"{path}: expected a checkpoint of several items (--item), found one file")

@@ -26,13 +26,13 @@ _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 
 
 def directory_format(path: Path) -> str | None:
-    """The format of a directory's files, by their names; None if it has none of these."""
+    """The format of a file or of a directory's files, by their names; None if it has none of these."""
     return next((format for format, file_kind in _KINDS.items() if file_kind.is_one(path)), None)
 
 
 def single_file_format(path: Path) -> str | None:
     """The format of one file; None if it is none of these, or not a regular file."""
-    by_name = next((format for format, file_kind in _KINDS.items() if file_kind.is_one(path)), None)
+    by_name = directory_format(path)
     if by_name is not None or not path.is_file() or not path.stat().st_size:
         return by_name
     files = SourceFiles(path.parent)

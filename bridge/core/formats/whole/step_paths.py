@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.core.formats.orbax.item import COMMIT_FILE, STEP_FILE, TREE_FILE
 from bridge.core.formats.stores.store import is_url, open_store, store_errors, without_end
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
@@ -27,13 +27,7 @@ _SAID: Final = re.compile(r"step[-_=. ]?(\d{1,18})", re.IGNORECASE)
 _NUMBERS: Final = re.compile(r"\d+")
 _SHARD: Final = re.compile(r".*-\d+-of-\d+\.\w+")
 _UNFINISHED: Final = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.tmp-[0-9a-f]{8}")
-_OF_A_CHECKPOINT: Final = (
-    TREE_FILE,
-    "_CHECKPOINT_METADATA",
-    ".metadata",
-    "model.safetensors",
-    "pytorch_model.bin",
-)
+_OF_A_CHECKPOINT: Final = (TREE_FILE, STEP_FILE, ".metadata", "model.safetensors", "pytorch_model.bin")
 _ENDS: Final = (TREE_FILE, ".metadata", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack")
 _SHOWN = 10
 
@@ -67,7 +61,8 @@ def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLik
         return f"{url}/{chosen}"
     directory = Path(path)
     if not directory.is_dir():
-        raise NoStepsError(f"{directory}: expected a directory of steps (--step), found {_what(directory)}")
+        found = "a file" if directory.exists() else "nothing there"
+        raise NoStepsError(f"{directory}: expected a directory of steps (--step), found {found}")
     names = {child.name for child in directory.iterdir()}
     return directory / _choose(str(directory), step, names, lambda name: _local_files(directory / name))
 
@@ -163,7 +158,3 @@ def _local_files(where: Path) -> list[str]:
     if not where.is_dir():
         return [""]
     return [str(file.relative_to(where)) for pattern in ("*", "*/*", "*/*/*") for file in where.glob(pattern)]
-
-
-def _what(where: Path) -> str:
-    return "a file" if where.exists() else "nothing there"

@@ -105,9 +105,7 @@ class Entry:
             raise MappingError(f"expected one axis that decides about interleaved rows, got {text!r}")
         shown, plain = _CHOICE.sub(r"interleaved(\1)", expression), _CHOICE.sub(r"\1", expression)
         parsed = Expression.parse(_spelled_out(shown, rotary)) if colon else None
-        if parsed is not None and {a for a in parsed.axes() if a.endswith(ZEROS)} != {
-            *_zeros(parsed).values()
-        }:
+        if parsed is not None and {a for a in parsed.axes if a.endswith(ZEROS)} != {*_zeros(parsed).values()}:
             raise MappingError(
                 f"expected zeros(...) as the last part of an axis, as in (v + zeros(p)) m, got {text!r}"
             )
@@ -134,13 +132,10 @@ class Entry:
         """The padding after the elements of an axis, by that axis's number."""
         return _zeros(self.expression) if self.expression else {}
 
+    @cached_property
     def axis_sets(self) -> tuple[frozenset[str], ...]:
         """For each alternative, the elementary axes together with the path's indices."""
-        return self._axis_sets
-
-    @cached_property
-    def _axis_sets(self) -> tuple[frozenset[str], ...]:
-        sets = ((),) if self.expression is None else self.expression.axis_sets()
+        sets = ((),) if self.expression is None else self.expression.axis_sets
         return tuple(frozenset((*axes, *self.path.indices)) for axes in sets)
 
 
@@ -180,7 +175,7 @@ class Rule:
                     f"expected the same path indices on both sides of rule {self} without expressions"
                 )
         for entry in entries:
-            if entry.expression and entry.expression.axes() & set(entry.path.indices):
+            if entry.expression and entry.expression.axes & set(entry.path.indices):
                 raise MappingError(f"expected {{i}} either in the path or as an axis in rule {self}")
         for name, side in self.sides.items():
             if len({frozenset(entry.path.indices) for entry in (*side, *self.moments.get(name, ()))}) != 1:
@@ -190,7 +185,7 @@ class Rule:
             raise MappingError(f"expected the index of part {self.part!r} in the paths of rule {self}")
         # Other sides may lack padding.
         parts = {
-            name: [a for e in side for a in e.axis_sets() if not a & {*e.zeros.values()}]
+            name: [a for e in side for a in e.axis_sets if not a & {*e.zeros.values()}]
             for name, side in self._all_sides().items()
         }
         for sets in parts.values():

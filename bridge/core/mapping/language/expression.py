@@ -91,27 +91,21 @@ class Expression:
         """Parse ``text``; an empty text describes a 0-d tensor. Raises MappingError, quoting the text."""
         dims = _Parser(text).dims()
         expression = Expression(text.strip(), dims)
-        for axes in expression.axis_sets():
+        for axes in expression.axis_sets:
             if len(axes) != len(set(axes)):
                 raise MappingError(f"expected every axis once in {text.strip()!r}, got {' '.join(axes)}")
         return expression
 
+    @cached_property
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The elementary axes that each alternative names, in the order of ``alternatives``."""
-        return self._axis_sets
-
-    @cached_property
-    def _axis_sets(self) -> tuple[tuple[str, ...], ...]:
-        ones = dict.fromkeys(_axes_of(Product(self.dims)), 1)
+        ones = dict.fromkeys(axes_of(Product(self.dims)), 1)
         return tuple(tuple(name for dim in a for name, _ in dim.terms) for a in self.alternatives(ones))
 
+    @cached_property
     def axes(self) -> frozenset[str]:
         """All elementary axes named."""
-        return self._axes
-
-    @cached_property
-    def _axes(self) -> frozenset[str]:
-        return frozenset(_axes_of(Product(self.dims)))
+        return frozenset(axes_of(Product(self.dims)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The tensor's shape under the given axis sizes."""
@@ -133,12 +127,12 @@ class Expression:
             if len(remaining) == len(pending):
                 break
             pending = remaining
-        for name in self.axes():
+        for name in self.axes:
             if alias.get(name, name) in sizes:
                 sizes[name] = sizes[alias.get(name, name)]
         for axis, (dim, size) in enumerate(zip(self.dims, shape, strict=True)):
-            if all(name in sizes for name in _axes_of(dim)) and _size(dim, sizes) != size:
-                known_sizes = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(_axes_of(dim))))
+            if all(name in sizes for name in axes_of(dim)) and _size(dim, sizes) != size:
+                known_sizes = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(axes_of(dim))))
                 raise MappingError(
                     f"expected size {_size(dim, sizes)} on axis {axis} of {self.text!r} ({known_sizes}), got {size}"
                 )
@@ -149,7 +143,7 @@ class Expression:
 
         Raises Undetermined if ``sizes`` lacks an axis.
         """
-        missing = sorted(self.axes() - sizes.keys())
+        missing = sorted(self.axes - sizes.keys())
         if missing:
             raise Undetermined(missing)
         return tuple(itertools.product(*(_expand(dim, sizes) for dim in self.dims)))
@@ -213,12 +207,13 @@ class _Parser:
         return self.tokens[self.at - 1]
 
 
-def _axes_of(node: Node) -> tuple[str, ...]:
+def axes_of(node: Node) -> tuple[str, ...]:
+    """All elementary axes of a node, in order, with repetitions."""
     match node:
         case Axis(name):
             return (name,)
         case Product(nodes) | Concatenation(nodes):
-            return tuple(name for inner in nodes for name in _axes_of(inner))
+            return tuple(name for inner in nodes for name in axes_of(inner))
 
 
 def _size(node: Node, sizes: Mapping[str, int]) -> int:
@@ -257,7 +252,7 @@ def _expand(node: Node, sizes: Mapping[str, int]) -> list[Affine]:
 
 def _solve_dim(node: Node, size: int, sizes: dict[str, int], alias: Mapping[str, str]) -> bool:
     """Solve for the unknown of ``node`` if there is exactly one; True if nothing is left to do."""
-    unknown = {alias.get(name, name) for name in _axes_of(node)} - sizes.keys()
+    unknown = {alias.get(name, name) for name in axes_of(node)} - sizes.keys()
     if not unknown:
         return True
     if len(unknown) > 1:
@@ -267,7 +262,7 @@ def _solve_dim(node: Node, size: int, sizes: dict[str, int], alias: Mapping[str,
     trials = []
     for trial in (0, 1, 2):
         values = {**sizes, name: trial}
-        trials.append(_size(node, {axis: values[alias.get(axis, axis)] for axis in _axes_of(node)}))
+        trials.append(_size(node, {axis: values[alias.get(axis, axis)] for axis in axes_of(node)}))
     constant, slope = trials[0], trials[1] - trials[0]
     if slope == 0 or trials[2] - trials[1] != slope:
         return False

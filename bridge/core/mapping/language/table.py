@@ -60,7 +60,7 @@ def mismatch(models: Models, config: Mapping[str, object]) -> str | None:
         return f"expected {MODEL_TYPE} {' or '.join(map(repr, models))}, found {model_type!r:.100}"
     for key, allowed in models[model_type].items():
         value = field_of(config, key, _ABSENT)
-        if not _allowed(value, allowed):
+        if (_NULL if value is None else value) not in allowed:
             expected = " or ".join(_shown(value) for value in allowed if value != _ABSENT)
             shown = "none" if value is _ABSENT else _shown(value)
             return f"expected {key} {expected}, found {shown:.100} ({MODEL_TYPE} {model_type!r})"
@@ -82,12 +82,6 @@ def _is_model(fields: object) -> bool:
         isinstance(values, list) and values and all(isinstance(v, Value) for v in values)
         for values in fields.values()
     )
-
-
-def _allowed(value: object, allowed: Sequence[Value]) -> bool:
-    if value is None:
-        return _NULL in allowed
-    return value in allowed
 
 
 def _shown(value: object) -> str:
@@ -248,9 +242,7 @@ class MappingTable:
 
     def axes_with(self, end: str) -> tuple[str, ...]:
         """The axes that a rule interleaves, with the end HALF, or that are padding, with ZEROS."""
-        axes = {
-            axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes()
-        }
+        axes = {axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes}
         return tuple(sorted(axis.removesuffix(end) for axis in axes if axis.endswith(end)))
 
 
@@ -262,7 +254,7 @@ def _entries(rules: Sequence[Rule]) -> list[Entry]:
 def _axes_of(rules: Sequence[Rule]) -> set[str]:
     """The axes whose sizes the rules use, also by operations."""
     entries = _entries(rules)
-    axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+    axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes}
     axes |= {axis.partition(".")[0] for axis in axes}
     axes |= {axis for rule in rules for numbering in rule.numberings.values() for axis in numbering.axes}
     axes |= {entry.choice for entry in entries if entry.choice}

@@ -181,7 +181,7 @@ class Instance:
         sizes = self._solved(shapes, self._solved(self.weight_entries, {**self.axes.sizes, **self.counts}))
         for entry in self.outputs_:
             assert entry.expression is not None
-            if entry.expression.axes() <= sizes.keys():
+            if entry.expression.axes <= sizes.keys():
                 continue
             # All tensors of a stack are alike.
             info = self.axes.wanted.get(
@@ -218,14 +218,14 @@ class Instance:
         for entry in entries:
             assert entry.expression is not None
             alternatives = entry.expression.alternatives(sizes)
-            for axes, alternative in zip(entry.axis_sets(), alternatives, strict=True):
+            for axes, alternative in zip(entry.axis_sets, alternatives, strict=True):
                 if not axes & self._padding:
                     yield axes, (entry, alternative)
 
     def _require_sizes(self, infos: list[list[TensorInfo]], sizes: Values) -> None:
         """Raise OpenAxes unless all sizes are known."""
         expressions = [e.expression for e in (*self.inputs_, *self.outputs_) if e.expression is not None]
-        if all(expression.axes() <= sizes.keys() for expression in expressions):
+        if all(expression.axes <= sizes.keys() for expression in expressions):
             return
         shapes = [(e, members[0]) for e, members in zip(self.inputs_, infos, strict=True)]
         equations = [
@@ -234,7 +234,7 @@ class Instance:
             if entry.expression is not None
             for equation in equations_of(entry.expression, info.shape, sizes, self.axes.alias)
         ]
-        missing = {axis for expression in expressions for axis in expression.axes() if axis not in sizes}
+        missing = {axis for expression in expressions for axis in expression.axes if axis not in sizes}
         needed = frozenset(named(axis, self.axes.alias) for axis in missing)
         absent = {axis: why for axis, why in self.axes.absent.items() if axis in needed}
         raise OpenAxes(self.rule, needed, equations, self.axes.asked, absent)

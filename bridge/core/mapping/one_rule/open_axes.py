@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bridge.core.mapping.language.entries import HALF, PAIR
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product
+from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product, axes_of
 from bridge.core.mapping.language.operations import ZEROS
 from bridge.core.text import first_of
 
@@ -60,7 +60,7 @@ def equations_of(
     """The equations of a tensor's axes that contain an unknown."""
     equations = []
     for node, size in zip(expression.dims, shape, strict=False):
-        axes = [axis for axis in _axes(node) if axis not in sizes]
+        axes = [axis for axis in axes_of(node) if axis not in sizes]
         if not axes:
             continue
         known, factors = _factors(node, sizes)
@@ -138,14 +138,6 @@ def _allowed(multiple: int, absent: str | None) -> str:
             such = f", such as {' or '.join(map(str, fitting[:_PROPOSED]))}" if fitting else ""
             notes.append(f"by the shapes a divisor of {multiple}{such}")
     return f" ({'; '.join(notes)})" if notes else ""
-
-
-def _axes(node: Node) -> list[str]:
-    match node:
-        case Axis(name):
-            return [name]
-        case Product(nodes) | Concatenation(nodes):
-            return [name for inner in nodes for name in _axes(inner)]
 
 
 def _factors(node: Node, sizes: Mapping[str, int]) -> tuple[int, list[str]]:

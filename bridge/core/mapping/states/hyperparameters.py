@@ -124,7 +124,7 @@ def _places(
         for number, entry in entries:
             values = entry.path.match(weight)
             if values is not None:
-                groups[weight] = _Place(number, values, frozenset(entry.axis_sets()))
+                groups[weight] = _Place(number, values, frozenset(entry.axis_sets))
                 break
     return groups
 

@@ -34,13 +34,13 @@ from bridge.core.mapping.language.conventions import (
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
 from bridge.core.text import did_you_mean
 
 _BEHIND = ("", "/value")
 """Possible suffixes of a weight's name in a tree: nnx stores the values of its variables under a key."""
 
 _INSIDE: Mapping[str, Section] = {word: section for section, word in WORDS.items()}
-_OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
 Tensors = dict[str, TensorInfo]
 """By weight."""
@@ -237,7 +237,7 @@ def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
                 node, _, inner = f"/{before}".rpartition(f"/{words[-1]}/")
                 node = f"{node}/".removeprefix("/")
                 yield _Seen(name[start:stop], _INSIDE[words[-1]], before, after, node, inner)
-            elif before.partition(separator)[0] not in _OPTIMIZER and "optimizer.state." not in before:
+            elif before.partition(separator)[0] not in OPTIMIZER_KEYS and "optimizer.state." not in before:
                 yield _Seen(name[start:stop], "weights", before, after)
 
 

@@ -71,12 +71,12 @@ class Layout(Viewed):
     align: int = 1
 
     def __post_init__(self) -> None:
-        check_num_shards(self.num_shards)
+        check_count("num_shards", self.num_shards)
         if not isinstance(self.slots, tuple) or not all(isinstance(slot, Slot) for slot in self.slots):
             raise ValueError(f"slots: expected a tuple of Slot, got {type(self.slots).__name__}")
         if not isinstance(self.shard_sizes, tuple) or not all(is_size(s) and s for s in self.shard_sizes):
             raise ValueError(f"shard_sizes: expected a tuple of ints >= 1, got {self.shard_sizes!r}")
-        check_align(self.align)
+        check_count("align", self.align)
         for buffer, size in enumerate(self.shard_sizes):
             if size % self.align:
                 raise ValueError(
@@ -295,16 +295,10 @@ class Layout(Viewed):
         return "\n".join([*lines, *drawing.more_tensors(len(self.slots))])
 
 
-def check_num_shards(num_shards: object) -> None:
+def check_count(what: str, value: object) -> None:
     """ValueError unless it is an int of at least 1."""
-    if not is_size(num_shards) or num_shards == 0:
-        raise ValueError(f"num_shards: expected an int >= 1, got {num_shards!r}")
-
-
-def check_align(align: object) -> None:
-    """ValueError unless it is an int of at least 1."""
-    if not is_size(align) or align == 0:
-        raise ValueError(f"align: expected an int >= 1, got {align!r}")
+    if not is_size(value) or value == 0:
+        raise ValueError(f"{what}: expected an int >= 1, got {value!r}")
 
 
 def _slot(number: int, value: object) -> Slot:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.core.sharding.layout.aligned_packing import pack_aligned
 from bridge.core.sharding.layout.alignment import AUTO, DEFAULT_ALIGN, MOST_AUTO_ALIGN, Align, check_align
-from bridge.core.sharding.layout.layout import Layout, check_num_shards
+from bridge.core.sharding.layout.layout import Layout, check_count
 from bridge.core.sharding.layout.packing import Kind, ideal_size
 from bridge.core.sharding.layout.partition import is_close, plan_buffers, total_size
 from bridge.core.sharding.layout.rows import rows_of, rows_together
@@ -52,7 +52,7 @@ def plan_layout(
         ValueError: a negative dimension, a name twice, an unknown granularity or parameter, ``num_shards``, ``rows``,
             ``max_buffers`` or ``align`` below 1.
     """
-    check_num_shards(num_shards)
+    check_count("num_shards", num_shards)
     check_align(align)
     if not is_size(max_buffers) or max_buffers == 0:
         raise ValueError(f"max_buffers: expected an int >= 1, got {max_buffers!r}")
