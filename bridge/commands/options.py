@@ -129,6 +129,13 @@ class MappingOptions:
             "of the first checkpoint as the bfloat16 numbers that they encode.",
         ),
     ] = False
+    merge_adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Merge this LoRA or DoRA adapter, as peft saves it, into the weights of the first checkpoint.",
+        ),
+    ] = None
 
     def arguments(self, *, found: bool = False) -> dict[str, Any]:
         """These options as arguments of `bridge.convert` and `bridge.diff`.

@@ -26,6 +26,7 @@ from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.formats.tensors.leaves import LEAVES
+from bridge.core.formats.whole.adapters import MergedReader
 from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.formats.whole.step_paths import Step, each_at_step
@@ -58,6 +59,7 @@ def diff(
     any_model: bool = False,
     optimizer_order: str | None = None,
     dequantize: bool = False,
+    merge_adapter: str | os.PathLike[str] | None = None,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
@@ -70,7 +72,7 @@ def diff(
     """Compare two checkpoints of any format.
 
     mapping, into, from_, axes, tied, any_model, optimizer_order: as for `convert`; without a mapping names are
-    compared as tree paths. dequantize: take quantized weights of ``a`` as the numbers that they stand for, as
+    compared as tree paths. dequantize, merge_adapter: take weights of ``a`` decoded, or merged with an adapter, as
     `convert` does. selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there,
     too, as are names of ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see
     `common_dtype`; so 0 ULP says that the narrower is exactly the other, cast. noise: another run of the same thing
@@ -94,6 +96,8 @@ def diff(
         whole_a, whole_b = as_stored
         if dequantize:
             whole_a = DequantizedReader(whole_a)
+        if merge_adapter is not None:
+            whole_a = MergedReader(whole_a, opened.enter_context(open_checkpoint(merge_adapter)))
         sides = _Sides.of(whole_a, whole_b, selection, table, into, from_, optimizer_order)
         mismatched = sides.mismatched(rounded)
         comparable = [name for name in sides.common if name not in mismatched]

@@ -147,7 +147,7 @@ def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
 
 
 def require_place(conversion: Conversion, destination: Path, replace_it: bool) -> None:
-    """Refuse a destination that exists already or overlaps with source or template, before anything is written."""
+    """Refuse a destination that exists already or overlaps with what is read, before anything is written."""
     there = os.path.lexists(destination)
     if there and not replace_it:
         raise FileExistsError(
@@ -157,9 +157,10 @@ def require_place(conversion: Conversion, destination: Path, replace_it: bool) -
     if not there:
         return
     require_replaceable(destination)
-    # It must not be or contain a file of source or template: indexes and links lead anywhere.
+    # It must not be or contain a file that is read: indexes and links lead anywhere.
     real = Path(os.path.realpath(destination))
-    for owner, files in (("source", conversion.files), ("template", conversion.template_files)):
+    beside = ((owner, files) for owner, (files, _) in conversion.beside.items())
+    for owner, files in (("source", conversion.files), *beside):
         for path in files:
             file = Path(os.path.realpath(path))
             if real == file or real in file.parents:
@@ -229,6 +230,7 @@ def convert(
     any_model: bool = False,
     companions: bool = True,
     dequantize: bool = False,
+    merge_adapter: str | os.PathLike[str] | None = None,
     replace: bool = False,
     resume: bool = False,
     progress: Follow = None,
@@ -241,15 +243,15 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items,
-    optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps.
-    verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums
-    then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go
-    on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written
-    to be resumed. progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows a
-    bar in a notebook and on a terminal, and False shows none. workers: threads, default by cores; memory grows with
-    it, about 64 MiB each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with the parts that are
-    there where the store lists them (S3).
+    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, merge_adapter, items,
+    write_items, optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory
+    of steps. verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own
+    checksums then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete.
+    resume: go on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has
+    written to be resumed. progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows
+    a bar in a notebook and on a terminal, and False shows none. workers: threads, default by cores; memory grows with
+    it, about 64 MiB each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with the parts that are there
+    where the store lists them (S3).
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -270,6 +272,7 @@ def convert(
         any_model,
         companions=companions,
         dequantize=dequantize,
+        merge_adapter=merge_adapter,
         items=items,
         write_items=write_items,
         optimizer_order=optimizer_order,

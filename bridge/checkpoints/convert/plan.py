@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
 from bridge.core.formats.tensors.leaves import LEAVES
 from bridge.core.formats.tensors.wrapping import home_of
+from bridge.core.formats.whole.adapters import MergedReader
 from bridge.core.formats.whole.companions import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -51,14 +52,15 @@ class ConvertOptions:
 
     to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` first considers the
     destination's name). mapping: a shipped family's name, a TOML file or a table; without one, tree paths are kept, or,
-    if a convention or a template needs a mapping, `found_mapping` chooses.
-    into, from_: conventions of the mapping, if names and format do not determine them. axes: sizes for the mapping's
-    axes, which override its table. selection: which part of the source. casts: dtypes by patterns of names in the
-    destination. tied: whether a weight with two names is stored "once" or under "both"; default: as in the source.
-    verify: compare the source with its manifest and its format's checksums, as far as it is read. any_model: use the
-    mapping for any model that the source's `config.json` names. companions: also copy `config.json`, tokenizer files
-    and the like. dequantize: decode MXFP4 weights and float8 weights with scales of blocks to bfloat16, see
-    `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
+    if a convention or a template needs a mapping, `found_mapping` chooses. into, from_: conventions of the mapping, if
+    names and format do not determine them. axes: sizes for the mapping's axes, which override its table. selection:
+    which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight with two
+    names is stored "once" or under "both"; default: as in the source. verify: compare the source with its manifest and
+    its format's checksums, as far as it is read. any_model: use the mapping for any model that the source's
+    `config.json` names. companions: also copy `config.json`, tokenizer files and the like. dequantize: decode MXFP4
+    weights and float8 weights with scales of blocks to bfloat16, see `formats/whole/quantized.py`. merge_adapter: a
+    folder with peft's LoRA or DoRA adapter of the source's model, which is merged into the weights, see
+    `formats/whole/adapters.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
     each become an item of an Orbax destination; default: the items of a template that is a step. optimizer_order: the
     meaning of torch's numbers in optimizer states: "model", or a file with one weight's name on each line, see
     `numbered_states.py`. like: a checkpoint that the destination's program saved; the destination gets exactly its
@@ -77,6 +79,7 @@ class ConvertOptions:
     any_model: bool = False
     companions: bool = True
     dequantize: bool = False
+    merge_adapter: str | os.PathLike[str] | None = None
     items: Sequence[str] = ()
     write_items: Sequence[str] = ()
     optimizer_order: str | None = None
@@ -124,7 +127,7 @@ class Conversion:
     calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
     filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
-    template_files: like files, and template_digest: like digest, of the template; empty without one. mapping, sides:
+    beside: files and digest, as of the source, of the "template" and the "adapter", if there are such. mapping, sides:
     see `Fitted`.
     """
 
@@ -143,8 +146,7 @@ class Conversion:
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
-    template_files: tuple[Path, ...] = ()
-    template_digest: str = ""
+    beside: Mapping[str, tuple[tuple[Path, ...], str]] = field(default_factory=dict)
     mapping: MappingTable | None = None
     sides: tuple[str, str] | None = None
 
@@ -185,16 +187,16 @@ def planned(
         ExitStack() as planning,
         open_checkpoint(source, verify=options.verify, items=options.items) as whole,
         template_at(options.like) if options.like else nullcontext() as template,
+        adapter_of(options) as adapter,
     ):
         planning.enter_context(collection_paused())
         held = checked(whole) if options.verify else whole
-        if options.dequantize:
-            held = DequantizedReader(held)
+        held = changed = altered(held, adapter, options)
         target = options.to or _usual_target(held, template)
         table, found = (table, ()) if table is not None else _found(whole, held, template, target, options)
         fitted, held, left_out = _chosen(whole, held, template, target, table, options)
         files, digest = _files_of(whole)
-        template_files, template_digest = ((), "") if template is None else _files_of(template.reader)
+        helpers = {"template": None if template is None else template.reader, "adapter": adapter}
         plan, reader, casts = fitted.plan, fitted.reader, {**fitted.casts, **casts}
         held = held if template is None else reader
         outputs = apply_casts(plan.tensors.values(), casts)
@@ -204,7 +206,8 @@ def planned(
         objects = {name: (path, values[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
-        unread = left_alone(whole)
+        merged = () if adapter is None else [file.name for file in adapter.files()]
+        unread = {name: why for name, why in left_alone(whole).items() if name not in merged}
         conversion = Conversion(
             place_of(source),
             reader.format,
@@ -218,16 +221,31 @@ def planned(
             plan.inexact,
             _companions(whole, unread, options),
             conventions=plan.conventions,
-            remarks=(*found, *plan.remarks),
+            remarks=(*found, *plan.remarks, *(changed.remarks if isinstance(changed, MergedReader) else ())),
             left_alone=unread,
             filled=fitted.filled,
-            template_files=template_files,
-            template_digest=template_digest,
+            beside={name: _files_of(helper) for name, helper in helpers.items() if helper is not None},
             mapping=fitted.mapping,
             sides=fitted.sides,
         )
         planning.close()
         yield conversion, reader
+
+
+def adapter_of(options: ConvertOptions) -> AbstractContextManager[CheckpointReader | None]:
+    """The opened adapter that is merged into the source, if there is one."""
+    if options.merge_adapter is None:
+        return nullcontext()
+    return open_checkpoint(options.merge_adapter, verify=options.verify)
+
+
+def altered(
+    source: CheckpointReader, adapter: CheckpointReader | None, options: ConvertOptions
+) -> CheckpointReader:
+    """The source with its weights decoded and merged with the adapter, as the options say."""
+    if options.dequantize:
+        source = DequantizedReader(source)
+    return source if adapter is None else MergedReader(source, adapter)
 
 
 def _table_of(options: ConvertOptions, mapping: MappingLike | None) -> MappingTable | None:
@@ -327,9 +345,8 @@ def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: Con
 def conversion_key(conversion: Conversion, write_items: Sequence[str] = ()) -> dict[str, str]:
     """The identity of a conversion: conversions with equal keys write the same bytes."""
     source = conversion.source
-    template = {"template": conversion.template_digest} if conversion.template_digest else {}
     return {
-        **template,
+        **{name: digest for name, (_, digest) in conversion.beside.items()},
         "source": source if isinstance(source, str) else os.path.abspath(source),
         "files": conversion.digest,
         "format": conversion.format,
@@ -340,10 +357,10 @@ def conversion_key(conversion: Conversion, write_items: Sequence[str] = ()) -> d
 
 
 def require_unchanged(conversion: Conversion) -> None:
-    """CheckpointError if the source or the template has changed since the conversion was planned."""
+    """CheckpointError if the source, the template or the adapter has changed since the conversion was planned."""
     for place, files, digest in (
         (conversion.source, conversion.files, conversion.digest),
-        ("the template", conversion.template_files, conversion.template_digest),
+        *((f"the {name}", *read) for name, read in conversion.beside.items()),
     ):
         if files and digest_of(files) != digest:
             raise CheckpointError(

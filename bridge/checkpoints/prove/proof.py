@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from bridge.checkpoints.convert.plan import Conversion, ConvertOptions, planned
+from bridge.checkpoints.convert.plan import Conversion, ConvertOptions, adapter_of, altered, planned
 from bridge.checkpoints.ground.selection import SelectedReader
 from bridge.checkpoints.prove.weight_state import WeightState, options_by_weight
 from bridge.core.formats import open_checkpoint
@@ -28,7 +28,6 @@ from bridge.core.formats.orbax.item import step_metadata
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
 from bridge.core.formats.tensors.wrapping import AlteredReader
-from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.mapping.language.conventions import MOMENTS, SCALES, Moment
 from bridge.core.mapping.plan.plan import PlannedTensor
 from bridge.core.mapping.plan.translation import make_plan
@@ -127,8 +126,8 @@ def prove(source: str | os.PathLike[str], result: str | os.PathLike[str], option
         if conversion.mapping is None or conversion.sides is None:
             missing.append("no step was taken: expected a mapping (--mapping) or a template (--like)")
         else:
-            with open_checkpoint(source, items=options.items) as whole:
-                held = DequantizedReader(whole) if options.dequantize else whole
+            with open_checkpoint(source, items=options.items) as whole, adapter_of(options) as adapter:
+                held = altered(whole, adapter, options)
                 steps = _Steps(held, reader, conversion, options)
                 try:
                     states = list(steps.proofs(libraries))

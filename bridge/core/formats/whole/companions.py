@@ -216,6 +216,8 @@ def _is_weights(name: str) -> bool:
 def _reason(name: str, index: str) -> str:
     if TRAINING_STATE.match(name):
         return "training state, which no file of weights contains"
+    if name.startswith(ADAPTER):
+        return "an adapter (merge it: --merge-adapter)"
     if name.endswith(".distcp"):
         return "the metadata names nothing in this file"
     if index and name.endswith(f".{index.removesuffix(INDEX_END).rpartition('.')[2]}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.formats.whole.adapters import adapter_tensor
 from bridge.core.formats.whole.quantized import DECODE, DECODE_ELSEWHERE, quantized
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError
@@ -64,6 +65,12 @@ def misfit(
             f"{name} of {reader.path} belongs to quantized weights ({encoding}), and {len(unmatched)} of {count} "
             f"tensors match no rule of mapping {mapping.name}, whose rules are for plain weights: {remedy}, or leave "
             "the mapping out to keep names and bytes"
+        )
+    if (of_adapter := adapter_tensor(unmatched)) is not None:
+        return (
+            f"{of_adapter} of {reader.path} belongs to a LoRA adapter, and mapping {mapping.name} is for a whole model: "
+            "merge the adapter into its base model (convert BASE DST --merge-adapter ADAPTER), or leave the mapping "
+            "out to keep the names"
         )
     paths = [entry.path.text for rule in rules for entry in rule.entries(side)]
     stacked = {path.replace(".{i}.", "."): path for path in paths if ".{i}." in path}
