@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -162,10 +163,8 @@ def convert_on(
     waiting = [
         PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
     ]
-    try:
+    with closing(cluster):
         resumed = _run_all(cluster, waiting, progress)
-    finally:
-        cluster.close()
     committed = commit_parts(source, destination, options, parts=parts, replace=replace)
     return dataclasses.replace(committed, resumed_bytes=resumed, seconds=time.perf_counter() - started)
 

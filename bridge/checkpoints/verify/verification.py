@@ -14,7 +14,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,11 +68,8 @@ def verify(
     request = _Request(finite, workers, progress, time.perf_counter())
     path = at_step(path, step)
     if is_url(path):
-        listing = Listing(str(path))
-        try:
+        with closing(Listing(str(path))) as listing:
             report = _verify(listing.root, items, request)
-        finally:
-            listing.close()
         return dataclasses.replace(report, path=listing.url)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist: expected a checkpoint there{hub_hint(path)}")

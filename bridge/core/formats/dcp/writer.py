@@ -27,6 +27,7 @@ from bridge.core.formats.dcp.archive_writer import (
 )
 from bridge.core.formats.dcp.metadata import METADATA_FILE, DcpMetadata, Extent, parse_rank_metadata
 from bridge.core.formats.dcp.metadata_writer import format_metadata
+from bridge.core.formats.files.atomic import on_failure
 from bridge.core.formats.files.data_file import DataFile
 from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
@@ -79,12 +80,9 @@ class DcpWriter(FlatWriter):
         self._directory = working_place(path, attempt or Attempt())
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
-        try:
+        with on_failure(self.abort):
             self._data_file = data_file(share.number - 1 if share else 0)
             self._data = self._record.open(self._directory.temporary / self._data_file)
-        except BaseException:
-            self.abort()
-            raise
         self._sink = _Archives(self._data, self._data_file)
         # The order of declarations determines places in the data file, so declare one tensor at a time.
         self._lock = threading.Lock()

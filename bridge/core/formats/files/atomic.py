@@ -18,7 +18,8 @@ import re
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -41,6 +42,16 @@ def temporaries_of(path: Path) -> list[Path]:
         return []
     own = re.compile(re.escape(path.name) + _TEMPORARY.pattern)
     return sorted(p for p in path.parent.iterdir() if own.match(p.name))
+
+
+@contextmanager
+def on_failure(undo: Callable[[], None]) -> Iterator[None]:
+    """Call ``undo`` if the block raises anything, and raise it again."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 class CommitOrAbort(ABC):
@@ -102,13 +113,10 @@ class AtomicDirectory(CommitOrAbort):
             raise NotADirectoryError(f"{existing} is a file: expected a directory, to hold {self.path}")
         self.temporary = resumed or self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self._open = True
-        try:
+        with on_failure(self.abort):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resumed is None:
                 self.temporary.mkdir()
-        except BaseException:
-            self.abort()
-            raise
 
     @property
     def ended(self) -> bool:
@@ -118,7 +126,7 @@ class AtomicDirectory(CommitOrAbort):
         """Sync every file and directory to disk and rename. On failure nothing is left behind."""
         if not self._open:
             raise ValueError(f"{self.path} was already committed or aborted")
-        try:
+        with on_failure(self.abort):
             # Before the rename: if the name reached the disk before the content, a power cut would leave a checkpoint
             # of zeros. Each directory is synced after its files, since its entries are content as well.
             for directory, _, files in walk(self.temporary):
@@ -127,9 +135,6 @@ class AtomicDirectory(CommitOrAbort):
                 fsync_directory(directory)
             self._refuse_existing()
             self._appear()
-        except BaseException:
-            self.abort()
-            raise
         self._open = False
         # A rename is on disk once its directory is synced. Otherwise a power cut undoes the rename, and a caller that
         # has removed older steps has no step left.
@@ -214,11 +219,8 @@ def exchange(new: Path, old: Path) -> None:
         return
     aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
     os.rename(old, aside)
-    try:
+    with on_failure(lambda: os.rename(aside, old)):
         os.rename(new, old)
-    except BaseException:
-        os.rename(aside, old)
-        raise
     os.rename(aside, new)
 
 

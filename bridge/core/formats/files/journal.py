@@ -26,6 +26,7 @@ from bridge.core.formats.files.atomic import (
     AtomicDirectory,
     CommitOrAbort,
     is_temporary,
+    on_failure,
     remove,
     temporaries_of,
 )
@@ -71,15 +72,12 @@ class Journal:
         descriptor = os.open(
             directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644
         )
-        try:
+        with on_failure(lambda: os.close(descriptor)):
             if not _lock(descriptor):
                 raise CheckpointError(
                     f"{directory} is locked by another process: expected to be its only user, try again"
                 )
             _write(descriptor, json.dumps(dict(key)).encode() + b"\n")
-        except BaseException:
-            os.close(descriptor)
-            raise
         return cls(directory, descriptor)
 
     def record(self, entries: Iterable[tuple[str, int, int]]) -> None:
@@ -251,12 +249,9 @@ class WorkingDirectory(CommitOrAbort):
             raise
         self.path, self.temporary = self._directory.path, self._directory.temporary
         if journal is None and attempt.key:
-            try:
+            # Not kept, even if this attempt should be resumable: without a journal nothing can be resumed.
+            with on_failure(self._directory.abort):
                 journal = Journal.create(self.temporary, attempt.key)
-            except BaseException:
-                # Not kept, even if this attempt should be resumable: without a journal nothing can be resumed.
-                self._directory.abort()
-                raise
         self._directory.keep = attempt.resume
         if journal is not None:
             journal.kept = attempt.resume
@@ -271,14 +266,11 @@ class WorkingDirectory(CommitOrAbort):
 
         CheckpointError if files that do not belong to a checkpoint have been added to the one to replace.
         """
-        try:
+        with on_failure(self.abort):
             # Checked again: hours may have passed since the first check.
             self._require_replaceable(self.path)
             if self._accompany is not None:
                 self._accompany(self.temporary, self.path)
-        except BaseException:
-            self.abort()
-            raise
         self._directory.commit()
         if self.journal is not None:
             # Only now: a kill before the rename leaves a directory that can still be resumed.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.atomic import CommitOrAbort, on_failure
 from bridge.core.formats.files.journal import WorkingDirectory
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.sink import Sink
@@ -79,16 +79,13 @@ class AtomicWriter(RecordedChunks, CommitOrAbort):
 
         CheckpointError if chunks are missing, FileExistsError if something has appeared at the path meanwhile.
         """
-        try:
+        with on_failure(self.abort):
             self._require_open()
             self._record.require_complete()
             self._record.flush()
             self._finish()
             self._record.close()
             self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""

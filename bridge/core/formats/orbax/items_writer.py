@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.core.formats.files.atomic import on_failure
 from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE, Manifest, object_checksum, render_manifest
 from bridge.core.formats.files.record import ChunkRecord
@@ -116,13 +117,10 @@ class OrbaxItemsWriter(AtomicWriter):
         self._claims = Claims(str(self.path))
         # As in `OrbaxWriter`: claims, record and store must agree on the order of declarations.
         self._lock = threading.Lock()
-        try:
+        with on_failure(self._directory.abort):
             self._record = ChunkRecord(self.path, self._directory.journal)
             self._items = {name: self._new_item(name) for name in items}
             self._sink = _Stores(self._items)
-        except BaseException:
-            self._directory.abort()
-            raise
 
     def add_tensor(
         self,

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bridge.core.formats.files.atomic import on_failure
 from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.files.part_files import Share
@@ -28,7 +29,7 @@ class OrbaxShare(AtomicWriter, OrbaxPart):
 
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt, share: Share) -> None:
         self._directory = WorkingDirectory(path, attempt)
-        try:
+        with on_failure(self._directory.abort):
             OrbaxPart.__init__(
                 self,
                 self._directory.path,
@@ -37,9 +38,6 @@ class OrbaxShare(AtomicWriter, OrbaxPart):
                 self._directory.journal,
                 share,
             )
-        except BaseException:
-            self._directory.abort()
-            raise
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Does nothing: the process that joins the parts writes the objects."""
@@ -66,7 +64,7 @@ class OrbaxJoin(OrbaxWriter):
 
     def commit(self, processes: Sequence[int] = ()) -> None:
         """Join the stores of all parts, check that every chunk is there, and make the checkpoint appear."""
-        try:
+        with on_failure(self.abort):
             # The joint index and the manifest of a killed attempt.
             (self._item / MANIFEST).unlink(missing_ok=True)
             (self._item / MANIFEST_FILE).unlink(missing_ok=True)
@@ -82,7 +80,4 @@ class OrbaxJoin(OrbaxWriter):
                     )
                 # The commit removes the file that it reads, one of these two.
                 shutil.copyfile(manifest_part(part, number), manifest_part(self._item, number))
-        except BaseException:
-            self.abort()
-            raise
         super().commit(range(len(self._parts) + 1))

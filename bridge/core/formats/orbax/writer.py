@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.atomic import CommitOrAbort, on_failure
 from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, Journal, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
@@ -189,11 +189,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         self._like = like or StepMetadata({}, {})
         self._item_name = "state" if layout == "v1" else item
         directory = self._directory.temporary / (self._item_name or "")
-        try:
+        with on_failure(self._directory.abort):
             super().__init__(self._directory.path, directory, process, self._directory.journal)
-        except BaseException:
-            self._directory.abort()
-            raise
         self._started = time.time_ns()
         self._objects: dict[TreePath, object] = {}
         self._kinds: dict[str, str] = {}
@@ -229,7 +226,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         processes: all processes that wrote, each of which must have finished; by default only this one. CheckpointError
         unless every box was written by exactly one process, and every chunk is then found in the store.
         """
-        try:
+        with on_failure(self.abort):
             self._require_open()
             if not self._layouts and not self._leaves():
                 raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
@@ -243,9 +240,6 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             self._write_metadata()
             self._write_manifest(processes)
             self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
         self._ended = True
         self._record.close()
 

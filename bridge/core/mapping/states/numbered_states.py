@@ -58,11 +58,11 @@ def with_named_states(
         return reader
     if order not in (None, MODEL_ORDER):
         return NamedStates(reader, _listed(reader, prefixes, _lines(Path(order or ""))))
-    names: dict[TreePath, dict[int, str]] = {}
-    for prefix in prefixes:
-        by_number = _names(reader, prefix, mapping, order == MODEL_ORDER)
-        if by_number is not None:
-            names[prefix] = by_number
+    names = {
+        prefix: by_number
+        for prefix in prefixes
+        if (by_number := _names(reader, prefix, mapping, order == MODEL_ORDER)) is not None
+    }
     return NamedStates(reader, names) if names else reader
 
 
