@@ -98,7 +98,7 @@ class _Part:
 class _Form(NamedTuple):
     """The content of a tensor's entry, apart from its name; its chunks, without empty ones.
 
-    Tensors whose entries share their content share one such object in `_Parts`, checked once.
+    Tensors whose entries share their content share one such object in `_Part`, checked once.
     """
 
     shape: tuple[int, ...]

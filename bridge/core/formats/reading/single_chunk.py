@@ -73,7 +73,7 @@ class SingleChunkReader(ClosedAtEnd):
         box = box_of(info, box)
         result = array_for(info, box, self.path)
         if box.numel and self._in_place(info):
-            self._files.copy(as_integers(result), self._part(info, box))
+            self._copy(info, box, result)
         elif box.numel:
             self._fill(info, box, result)
         return result
@@ -108,6 +108,9 @@ class SingleChunkReader(ClosedAtEnd):
     @abstractmethod
     def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
         """Write a box, which has elements, of a tensor that is not in place into `target`."""
+
+    def _copy(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        self._files.copy(as_integers(target), self._part(info, box))
 
     def _add_tensor(self, name: str, path: TreePath, shape: tuple[int, ...], dtype: np.dtype) -> None:
         box = Box.whole(shape)
