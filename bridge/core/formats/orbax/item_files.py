@@ -67,7 +67,7 @@ def write_step(
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": dict(custom),
     }
-    _write_json(root / STEP_FILE, step)
+    (root / STEP_FILE).write_text(json.dumps(step))
     (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
 
 
@@ -91,7 +91,7 @@ def write_tree(
     leaves = leaves_of(list(layouts), objects, kinds)
     strings = {path: str(objects[path]) for path, leaf_kind in leaves.items() if leaf_kind == STRING}
     if strings:
-        _write_json(item / STRINGS_FILE, render_strings(strings, what))
+        (item / STRINGS_FILE).write_text(json.dumps(render_strings(strings, what)))
     types = {path: key_implementation(leaf_kind) for path, leaf_kind in kinds.items()}
     keys = {
         layout.key: leaf_kind
@@ -114,10 +114,6 @@ def item_entry(path: Path) -> ManifestFile:
     """The manifest's entry for a file of an item."""
     # OCDBT's nodes and values are below "d".
     return ManifestFile(path.stat().st_size, None) if path.parent.name == "d" else file_entry(path)
-
-
-def _write_json(path: Path, data: object) -> None:
-    path.write_text(json.dumps(data))
 
 
 def render_tree(
