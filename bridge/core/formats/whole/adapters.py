@@ -23,6 +23,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import ml_dtypes
@@ -127,8 +128,8 @@ class MergedReader(AlteredReader):
         result = array_for(info, box, self.path)
         for rows in _blocks_of_rows(info, box):
             if (part := rows.intersect(box)) is not None:
-                merged = self._merges[name].read(lambda box: self._base(name, box), rows, part)
-                result[part.slices(box)] = merged.astype(info.dtype)
+                base = partial(self._base, name)
+                result[part.slices(box)] = self._merges[name].read(base, rows, part)
         return result
 
     def _base(self, name: str, box: Box) -> np.ndarray:

@@ -68,7 +68,7 @@ def misfit(
         )
     if (of_adapter := adapter_tensor(unmatched)) is not None:
         return (
-            f"{of_adapter} of {reader.path} belongs to a LoRA adapter, and mapping {mapping.name} is for a whole model: "
+            f"{of_adapter} of {reader.path} belongs to a LoRA adapter, and mapping {mapping.name} is for whole models: "
             "merge the adapter into its base model (convert BASE DST --merge-adapter ADAPTER), or leave the mapping "
             "out to keep the names"
         )
