@@ -22,7 +22,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from bridge.core.formats.files.atomic import on_failure
 from bridge.core.formats.stores.numbered_parts import (
     ComposedParts,
     FinishedParts,
@@ -146,7 +145,7 @@ class StoreFolder:
 
     def commit(self) -> None:
         """Make the checkpoint appear by sending its last file. On failure, remove everything that was sent."""
-        with on_failure(self.abort):
+        try:
             self._claim()
             if self._accompany is not None:
                 self._accompany(self.path, self.path)
@@ -161,6 +160,9 @@ class StoreFolder:
                     file.finish()
             for name in ordered[len(early) :]:
                 self._put(name, self.small[name])
+        except BaseException:
+            self.abort()
+            raise
         self.ended = True
         self._forget()
 
