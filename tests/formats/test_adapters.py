@@ -252,7 +252,7 @@ def test_another_adapter_is_another_conversion(tmp_path: Path) -> None:
     for name in ("a", "b"):
         options = ConvertOptions(merge_adapter=adapter_at(tmp_path / name, lora()))
         with planned(base, options) as (conversion, _):
-            keys.append(conversion_key(base, conversion))
+            keys.append(conversion_key(conversion))
     assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"adapter"}
 
 
