@@ -22,7 +22,6 @@ from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 # They have no forward, so a unit's work could neither begin nor end in them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_recomputed_classes: dict[tuple[type[nn.Module], Recompute], type[nn.Module]] = {}
 # The operators of products, and the subset for batches of matrices.
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.mv.default, _aten.dot.default, _aten.addmv.default)
@@ -121,12 +120,10 @@ class _Recomputed:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=kept)
 
 
+@functools.cache
 def _recomputed_class(cls: type[nn.Module], recompute: Recompute) -> type[nn.Module]:
     """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
-    if (cls, recompute) not in _recomputed_classes:
-        members = {"__module__": cls.__module__, "_recompute": recompute}
-        _recomputed_classes[cls, recompute] = type(cls.__name__, (_Recomputed, cls), members)
-    return _recomputed_classes[cls, recompute]
+    return type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__, "_recompute": recompute})
 
 
 def _modules_with_forward(model: nn.Module, source: str) -> dict[str, nn.Module]:
