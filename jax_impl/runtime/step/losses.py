@@ -36,7 +36,8 @@ from jax import lax
 
 from jax_impl.comm.collectives import divide_exactly, fence
 from jax_impl.modules.module_tree import matches
-from jax_impl.modules.uneven_means import mark_loss, mark_weight
+from jax_impl.modules.seal import mark_numbers
+from jax_impl.modules.uneven_means import LOSS, WEIGHT
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
@@ -68,14 +69,14 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
             "return statistics with the loss, pass has_aux=True and return (loss, statistics)"
         )
     if not pair:
-        return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
+        return LossParts(mark_numbers(jnp.asarray(returned), LOSS), None, _addable(aux, None))
     value, weight = (jnp.asarray(x) for x in returned)
     # A count in bfloat16 would stop at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
     # The loss is sum / weight. A weight that depends on the model is refused (uneven_means.py), so its derivative is
     # zero and need not be traced.
-    weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
-    return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
+    weight = lax.stop_gradient(mark_numbers(weight.astype(dtype), WEIGHT))
+    return LossParts(mark_numbers(value.astype(dtype), LOSS), weight, _addable(aux, weight))
 
 
 def is_loss(returned: Any) -> bool:
