@@ -173,15 +173,9 @@ def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransfo
         return _transformation(replace(settings, **formats), arrays)
 
     formats = {"mu": settings.mu, "nu": settings.nu}
-    own = MainWeightTransformation(
-        init,
-        partial(_apply, settings, arrays),
-        settings.learning_rate,
-        on_plan,
-        formats,
-        with_formats,
-        with_arrays=lambda other: _transformation(settings, other),
-    )
+    apply, rate = partial(_apply, settings, arrays), settings.learning_rate
+    with_arrays = partial(_transformation, settings)
+    own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME, with_arrays)
     return own
 
 
