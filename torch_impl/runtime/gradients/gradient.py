@@ -34,7 +34,7 @@ from torch_impl.comm import collectives
 from torch_impl.runtime.gradients.reduction import GroupReduction
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.tensor_parallel import SUMMED
-from torch_impl.runtime.memory.compute_buffer import Slot
+from torch_impl.runtime.memory.pool import Slot
 from torch_impl.runtime.weights.context import UnitContext
 
 # The part of a unit's gradients that is held before they get their buffer, unless the buffer takes

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.policy.group_dtypes import GroupDtypes
@@ -86,3 +89,13 @@ class GroupSpec:
         object.__setattr__(self, "shard_parameters", strategy.shard_parameters)
         object.__setattr__(self, "scatters", scatters)
         object.__setattr__(self, "divides_first", divides_first)
+
+    def placed(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """The mesh of a parameter, and its placements on the model axes of this mesh."""
+        mesh, placed = self.levels.mesh.mesh, self.tensor_parallel[index]
+        return (mesh, ()) if placed is None else (placed.joint_mesh(mesh), placed.placements)
+
+    def whole_parameter(self, index: int, whole: torch.Tensor) -> nn.Parameter:
+        """A parameter over compute weights, which the model axes may cut."""
+        placed, trainable = self.tensor_parallel[index], whole.is_floating_point() or whole.is_complex()
+        return nn.Parameter(whole if placed is None else placed.wrap(whole), requires_grad=trainable)
