@@ -52,59 +52,54 @@ class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
         Raises PolicyError, before anything is changed, when policy and model do not fit (patterns, the dtype of the
         main weights, weights tied across units, the mesh), and every error that ``fully_shard`` raises.
         """
-        _apply(self, model, mesh, device_type)
-        return model
-
-
-def _apply(
-    policy: ShardingPolicy, model: nn.Module, mesh: DeviceMesh | None, device_type: str | None
-) -> None:
-    modules = _modules_with_forward(model, policy.source)
-    units = policy.units_of(modules)
-    _check_main_weights(policy, model)
-    if policy.precision.store_param_remainders and policy.parallel:
-        raise PolicyError(
-            f"{policy.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
-            f"stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)} entries"
-        )
-    _check_ties(policy, {path: modules[path] for path in units})
-    for path, unit in units.items():
-        if unit.recompute and "forward" in vars(modules[path]):
+        modules = _modules_with_forward(model, self.source)
+        units = self.units_of(modules)
+        _check_main_weights(self, model)
+        if self.precision.store_param_remainders and self.parallel:
             raise PolicyError(
-                f"{policy.source}: {path!r}: recomputation expects a forward that the module's class defines, got a "
-                "forward that was set on the module itself"
+                f"{self.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
+                f"stores no remainders of parameters that a model axis cuts, got {len(self.parallel)} entries"
             )
-        inside = next(
-            (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))), None
-        )
-        if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
-            raise PolicyError(f"{policy.source}: {reason}")
-    mesh = _mesh(policy, mesh, device_type)
-    cuts = plan_cuts(policy, model, dict(zip(policy.mesh, mesh.shape, strict=True)))
-    apply_cuts(cuts, mesh, model)
-    # A mesh of data-parallel axes alone may lack names.
-    if policy.model_axes:
-        mesh = mesh[policy.data_axes]
-    for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
-        module, unit = modules[path], units[path]
-        own_class = type(module)
-        if unit.recompute:
-            module.__class__ = _recomputed_class(own_class, unit.recompute)
-        try:
-            fully_shard(
-                module,
-                mesh=mesh,
-                strategy=unit.strategy,
-                placements=unit.placements,
-                reshard_after_forward=True,
-                mp_policy=_mixed_precision(policy, unit),
-                granularity=unit.granularity,
-                align=policy.align_of(unit),
-                prefetch=policy.prefetch,
+        _check_ties(self, {path: modules[path] for path in units})
+        for path, unit in units.items():
+            if unit.recompute and "forward" in vars(modules[path]):
+                raise PolicyError(
+                    f"{self.source}: {path!r}: recomputation expects a forward that the module's class defines, got a "
+                    "forward that was set on the module itself"
+                )
+            inside = next(
+                (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))),
+                None,
             )
-        except BaseException:
-            module.__class__ = own_class
-            raise
+            if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
+                raise PolicyError(f"{self.source}: {reason}")
+        mesh = _mesh(self, mesh, device_type)
+        cuts = plan_cuts(self, model, dict(zip(self.mesh, mesh.shape, strict=True)))
+        apply_cuts(cuts, mesh, model)
+        # A mesh of data-parallel axes alone may lack names.
+        if self.model_axes:
+            mesh = mesh[self.data_axes]
+        for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
+            module, unit = modules[path], units[path]
+            own_class = type(module)
+            if unit.recompute:
+                module.__class__ = _recomputed_class(own_class, unit.recompute)
+            try:
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    strategy=unit.strategy,
+                    placements=unit.placements,
+                    reshard_after_forward=True,
+                    mp_policy=_mixed_precision(self, unit),
+                    granularity=unit.granularity,
+                    align=self.align_of(unit),
+                    prefetch=self.prefetch,
+                )
+            except BaseException:
+                module.__class__ = own_class
+                raise
+        return model
 
 
 class _Recomputed:
