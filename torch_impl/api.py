@@ -126,7 +126,7 @@ def fully_shard(
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
-    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]
+    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]  # type: ignore[arg-type]  # classes have a hash
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()

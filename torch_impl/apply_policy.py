@@ -57,8 +57,8 @@ class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
         _check_main_weights(self, model)
         if self.precision.store_param_remainders and self.parallel:
             raise PolicyError(
-                f"{self.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
-                f"stores no remainders of parameters that a model axis cuts, got {len(self.parallel)} entries"
+                f"{self.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as "
+                f"PyTorch stores no remainders of parameters that a model axis cuts, got {len(self.parallel)} entries"
             )
         _check_ties(self, {path: modules[path] for path in units})
         for path, unit in units.items():
@@ -83,7 +83,7 @@ class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
             module, unit = modules[path], units[path]
             own_class = type(module)
             if unit.recompute:
-                module.__class__ = _recomputed_class(own_class, unit.recompute)
+                module.__class__ = _recomputed_class(own_class, unit.recompute)  # type: ignore[arg-type]  # classes have a hash
             try:
                 fully_shard(
                     module,

@@ -219,6 +219,6 @@ def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Mo
 
 def cut_module(module: nn.Module, part_class: type[ComputesOnParts], cut: CutModule) -> None:
     """Make ``module`` compute as ``part_class`` does."""
-    module.__class__ = _cut_class(part_class, type(module))
+    module.__class__ = _cut_class(part_class, type(module))  # type: ignore[arg-type]  # classes have a hash
     # Not with setattr: ``around`` would become a child module.
     vars(module)["_cut"] = cut
