@@ -276,9 +276,7 @@ def _by_path(weights: Any) -> dict[str, Any]:
 def _initial(matrices: _Matrices, adamw: MainWeightTransformation, weights: Mapping[str, Any]) -> MuonState:
     check_weights(weights, _NAME)
     own, rest = matrices.split(weights)
-    moment_format = matrices.settings.trace
-    zeros = [rows.zeros(moment_format) for rows in matrices.arrays.rows(moment_format, own)]
-    trace, trace_scale = matrices.arrays.join(moment_format, own, zeros)
+    trace, trace_scale = matrices.arrays.zeros(matrices.settings.trace, own)
     other: AdamWState = adamw.init(rest)
     return MuonState(other.count, trace, other.mu, other.nu, trace_scale, other.mu_scale, other.nu_scale)
 
