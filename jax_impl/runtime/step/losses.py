@@ -162,10 +162,11 @@ class Divisors:
     ) -> Divisors:
         """Raises ``ValueError`` for a divisor that is not a positive number, and for a pattern that matches no unit."""
         flat = plan.engine == "shard_map"
+        by_pattern: Mapping[str, float] = grad_divisor if isinstance(grad_divisor, Mapping) else {}
         own: dict[str, float] = {}
         averaged: dict[str, int] = {}
         for path, unit in plan.units.items():
-            divisor = _of_unit(path, grad_divisor) if isinstance(grad_divisor, Mapping) else None
+            divisor = next((d for pattern, d in by_pattern.items() if matches(path, pattern)), None)
             for group in unit.groups:
                 for key in group.stored if group.trainable else ():
                     if divisor is not None:
@@ -205,10 +206,6 @@ class Divisors:
             divide_exactly(parts.value, divisor), parts.weight, jax.tree.map(statistic, parts.aux)
         )
         return loss, {key: gradient(key, x) for key, x in gradients.items()}
-
-
-def _of_unit(path: str, by_pattern: Mapping[str, float]) -> float | None:
-    return next((d for pattern, d in by_pattern.items() if matches(path, pattern)), None)
 
 
 def _check_patterns(plan: ShardingPlan, by_pattern: Mapping[str, float]) -> None:
