@@ -190,7 +190,7 @@ class GroupReduction:
         A gradient that is None stays None if its parameter is not ``used``.
         """
         spec = self._group_spec
-        views, is_mean = spec.levels.views(level, sums), spec.divisor.value == spec.levels.mesh.size
+        views, is_mean = spec.levels.views(level, sums), spec.divisor == spec.levels.mesh.size
         self._left_partial = True
         for index, (name, param, view) in enumerate(zip(spec.names, self._params, views, strict=True)):
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
@@ -216,7 +216,7 @@ class GroupReduction:
         levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
         # A mean is the sum divided by the divisor; ranks with the same rows add their shares together.
-        mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
+        mean_of = self._group_spec.divisor * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
             view.add_(local, alpha=share)
@@ -266,7 +266,7 @@ class GroupReduction:
         ):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
                 waiting = local_of(param.grad).to(view.device)
-                view.add_(waiting, alpha=1 / spec.divisor.value if spec.divides_first else 1)
+                view.add_(waiting, alpha=1 / spec.divisor if spec.divides_first else 1)
                 waited.add(index)
         if waited:
             _add_flags(spec.levels.flags(level, values), waited)
@@ -275,15 +275,15 @@ class GroupReduction:
         sums = sums.to(self._group_spec.dtypes.grad)
         # Waiting sums are undivided in every dtype, so that kept and reduced sums can be added.
         if self._group_spec.divides_first:
-            sums *= self._group_spec.divisor.value
+            sums *= self._group_spec.divisor
         self.leave_partial(sums, self._group_spec.strategy.gradients, used)
 
     def _publish_reduced(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         spec = self._group_spec
-        if not spec.divides_first and spec.divisor.value != 1:
+        if not spec.divides_first and spec.divisor != 1:
             # In the wider of both dtypes, so that a narrow gradient is rounded once.
             sums = sums.to(torch.promote_types(sums.dtype, spec.dtypes.grad))
-            sums /= spec.divisor.value
+            sums /= spec.divisor
         reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
         fresh: list[tuple[Any, torch.Tensor]] = [

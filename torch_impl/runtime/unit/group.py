@@ -67,11 +67,11 @@ class ParameterGroup:
     @property
     def divisor(self) -> float:
         """The divisor of gradients summed over the ranks; may be set at any time."""
-        return self._group_spec.divisor.value
+        return self._group_spec.divisor
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        self._group_spec.divisor.value = value
+        self._group_spec.divisor = value
 
     def materialize(self, device: torch.device) -> None:
         """Give weights on the meta device memory on ``device``, or on the host with offload.
