@@ -208,7 +208,7 @@ QUESTIONS = {
         "def plan_layout(",
     ),
     "who frees full weights in torch": (
-        ["docs/explanation/code.md", "torch_impl/runtime/memory/compute_buffer.py"],
+        ["docs/explanation/code.md", "torch_impl/runtime/weights/compute_buffer.py"],
         "Release the memory of the whole weights",
     ),
     "who frees full weights in JAX": (

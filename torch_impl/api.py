@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -34,7 +35,6 @@ from torch_impl.runtime.weights.context import UnitContext
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
-_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _default_meshes: dict[str, Any] = {}
 
 
@@ -126,7 +126,7 @@ def fully_shard(
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
-    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]
+    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]  # type: ignore[arg-type]  # classes have a hash
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()
@@ -265,9 +265,8 @@ def _default_mesh() -> DeviceMesh:
     return _default_meshes["mesh"]
 
 
+@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One subclass per class, so that modules of one class remain of one class."""
-    if cls not in _sharded_classes:
-        attributes = {"__module__": cls.__module__, "_original_class": cls}
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes)
-    return _sharded_classes[cls]
+    attributes = {"__module__": cls.__module__, "_original_class": cls}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes)

@@ -22,7 +22,6 @@ from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 # They have no forward, so a unit's work could neither begin nor end in them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_recomputed_classes: dict[tuple[type[nn.Module], Recompute], type[nn.Module]] = {}
 # The operators of products, and the subset for batches of matrices.
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.mv.default, _aten.dot.default, _aten.addmv.default)
@@ -53,59 +52,54 @@ class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
         Raises PolicyError, before anything is changed, when policy and model do not fit (patterns, the dtype of the
         main weights, weights tied across units, the mesh), and every error that ``fully_shard`` raises.
         """
-        _apply(self, model, mesh, device_type)
-        return model
-
-
-def _apply(
-    policy: ShardingPolicy, model: nn.Module, mesh: DeviceMesh | None, device_type: str | None
-) -> None:
-    modules = _modules_with_forward(model, policy.source)
-    units = policy.units_of(modules)
-    _check_main_weights(policy, model)
-    if policy.precision.store_param_remainders and policy.parallel:
-        raise PolicyError(
-            f"{policy.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as PyTorch "
-            f"stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)} entries"
-        )
-    _check_ties(policy, {path: modules[path] for path in units})
-    for path, unit in units.items():
-        if unit.recompute and "forward" in vars(modules[path]):
+        modules = _modules_with_forward(model, self.source)
+        units = self.units_of(modules)
+        _check_main_weights(self, model)
+        if self.precision.store_param_remainders and self.parallel:
             raise PolicyError(
-                f"{policy.source}: {path!r}: recomputation expects a forward that the module's class defines, got a "
-                "forward that was set on the module itself"
+                f"{self.source}: [precision] store_param_remainders: expected a policy without [[parallel]], as "
+                f"PyTorch stores no remainders of parameters that a model axis cuts, got {len(self.parallel)} entries"
             )
-        inside = next(
-            (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))), None
-        )
-        if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
-            raise PolicyError(f"{policy.source}: {reason}")
-    mesh = _mesh(policy, mesh, device_type)
-    cuts = plan_cuts(policy, model, dict(zip(policy.mesh, mesh.shape, strict=True)))
-    apply_cuts(cuts, mesh, model)
-    # A mesh of data-parallel axes alone may lack names.
-    if policy.model_axes:
-        mesh = mesh[policy.data_axes]
-    for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
-        module, unit = modules[path], units[path]
-        own_class = type(module)
-        if unit.recompute:
-            module.__class__ = _recomputed_class(own_class, unit.recompute)
-        try:
-            fully_shard(
-                module,
-                mesh=mesh,
-                strategy=unit.strategy,
-                placements=unit.placements,
-                reshard_after_forward=True,
-                mp_policy=_mixed_precision(policy, unit),
-                granularity=unit.granularity,
-                align=policy.align_of(unit),
-                prefetch=policy.prefetch,
+        _check_ties(self, {path: modules[path] for path in units})
+        for path, unit in units.items():
+            if unit.recompute and "forward" in vars(modules[path]):
+                raise PolicyError(
+                    f"{self.source}: {path!r}: recomputation expects a forward that the module's class defines, got a "
+                    "forward that was set on the module itself"
+                )
+            inside = next(
+                (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))),
+                None,
             )
-        except BaseException:
-            module.__class__ = own_class
-            raise
+            if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
+                raise PolicyError(f"{self.source}: {reason}")
+        mesh = _mesh(self, mesh, device_type)
+        cuts = plan_cuts(self, model, dict(zip(self.mesh, mesh.shape, strict=True)))
+        apply_cuts(cuts, mesh, model)
+        # A mesh of data-parallel axes alone may lack names.
+        if self.model_axes:
+            mesh = mesh[self.data_axes]
+        for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
+            module, unit = modules[path], units[path]
+            own_class = type(module)
+            if unit.recompute:
+                module.__class__ = _recomputed_class(own_class, unit.recompute)  # type: ignore[arg-type]  # classes have a hash
+            try:
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    strategy=unit.strategy,
+                    placements=unit.placements,
+                    reshard_after_forward=True,
+                    mp_policy=_mixed_precision(self, unit),
+                    granularity=unit.granularity,
+                    align=self.align_of(unit),
+                    prefetch=self.prefetch,
+                )
+            except BaseException:
+                module.__class__ = own_class
+                raise
+        return model
 
 
 class _Recomputed:
@@ -121,12 +115,10 @@ class _Recomputed:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=kept)
 
 
+@functools.cache
 def _recomputed_class(cls: type[nn.Module], recompute: Recompute) -> type[nn.Module]:
     """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
-    if (cls, recompute) not in _recomputed_classes:
-        members = {"__module__": cls.__module__, "_recompute": recompute}
-        _recomputed_classes[cls, recompute] = type(cls.__name__, (_Recomputed, cls), members)
-    return _recomputed_classes[cls, recompute]
+    return type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__, "_recompute": recompute})
 
 
 def _modules_with_forward(model: nn.Module, source: str) -> dict[str, nn.Module]:

@@ -33,14 +33,6 @@ class UnitOptions:
     offload: CPUOffloadPolicy | None
 
     def __post_init__(self) -> None:
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
-            raise TypeError(
-                f"reshard_after_forward: expected a bool or None, got {self.reshard_after_forward!r}"
-            )
-        if not isinstance(self.policy, MixedPrecisionPolicy):
-            raise TypeError(
-                f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(self.policy).__name__}"
-            )
         # The planner knows which values are legal; the names of the parameters are not known yet.
         names = self.granularity if isinstance(self.granularity, Mapping) else ()
         plan_layout(

@@ -15,7 +15,7 @@ from torch_impl.comm.collective_order import collective_order
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.options import UnitOptions
 from torch_impl.runtime.ground.buffer import ShardLevels
-from torch_impl.runtime.ground.group_spec import Divisor, GroupSpec
+from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.host_memory import HostMemory
 from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import check_quantized, group_dtypes
@@ -144,7 +144,7 @@ def make_groups(
             group_dtypes(first.dtype, options.policy, trainable=trainable, quantized=quantized),
             f" group {index}" if len(plans) > 1 else "",
             host,
-            Divisor(divisor),
+            divisor,
             collective_order(plan.mesh),
         )
         weights = (

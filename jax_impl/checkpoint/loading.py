@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from jax_impl.runtime.groups.memory_kinds import kinds_like, move
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.variables import Variables
 from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
+
+_InitialValues: TypeAlias = tuple[Buffers | None, Variables | None]
+"""The caller's weights and variables for tensors that a checkpoint lacks, or None."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def load_checkpoint(
     with processes.step("choose") as chosen:
         if moments not in ("same", "convert"):
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
-        initial_values = _initial_values(plan, initial, variables, strict=strict)
+        values = _initial_values(plan, initial, variables, strict=strict)
         directory = path_here(path)
         chosen.claim = f"the path {directory}, step={step!r}"
         # The caller wants the checkpoint that this run is still saving.
@@ -130,17 +133,9 @@ def load_checkpoint(
     with processes.step("read"):
         with TreeReader(directory, _translation(plan, optimizer, mapping)) as reader:
             asked = _Asked(strict, (tree or "").strip("/"), moments == "convert")
-            loaded = _load(reader, plan, optimizer, initial_values, like, asked)
+            loaded = _load(reader, plan, optimizer, values, like, asked)
         warn_of_whole_moments(plan, loaded.state.opt_state)
         return loaded
-
-
-@dataclass(frozen=True)
-class _InitialValues:
-    """The caller's values for tensors that a checkpoint lacks, or None."""
-
-    weights: Buffers | None
-    variables: Variables | None
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ def _initial_values(
     strict: bool,
 ) -> _InitialValues:
     if initial is None:
-        return _InitialValues(None, None if variables is None else place_variables(plan, variables))
+        return None, None if variables is None else place_variables(plan, variables)
     if strict:
         raise ValueError(
             "initial: expected strict=False, since a strict load takes no initial values, got strict=True"
@@ -180,7 +175,7 @@ def _initial_values(
                 f"{type(array).__name__} of {dtype}"
             )
         plan.check_array(key, array)
-    return _InitialValues(weights, None if variables is None else place_variables(plan, variables))
+    return weights, None if variables is None else place_variables(plan, variables)
 
 
 def _load(
@@ -191,6 +186,7 @@ def _load(
     like: TrainState | None,
     asked: _Asked,
 ) -> LoadedCheckpoint:
+    initial_weights, initial_variables = initial_values
     weights, opt_state = _abstract(plan, optimizer)
     memory = _memory_kinds(plan, TrainState(weights, opt_state), like)
     changes: Conversion | None = None
@@ -202,8 +198,8 @@ def _load(
         state_tensors(plan, weights, opt_state),
         plan.parameters.keys(),
         with_optimizer=optimizer is not None,
-        with_weights=initial_values.weights is not None,
-        with_variables=initial_values.variables is not None,
+        with_weights=initial_weights is not None,
+        with_variables=initial_variables is not None,
         strict=asked.strict,
         tree=asked.tree,
         convert=asked.convert,
@@ -212,12 +208,12 @@ def _load(
     objects = reader.objects
     impls = _checked_impls(reader, plan, matched.sources, objects.pop(KEY_IMPLS, None))
     tensors = Tensors(reader, plan, matched.sources)
-    arrays = tensors.weights(weights, initial_values.weights, memory.weights)
+    arrays = tensors.weights(weights, initial_weights, memory.weights)
     variables = {
         path: move(
             tensors.variable(path, impls)
             if f"variables/{path}" in matched.sources
-            else (initial_values.variables or {})[path],
+            else (initial_variables or {})[path],
             memory.variables[path],
         )
         for path in plan.variables

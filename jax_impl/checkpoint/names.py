@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from bridge.core.formats import CheckpointError, TreePath
 from bridge.core.text import first_of
@@ -139,14 +140,10 @@ def train_tensors(
 
 def train_values(reader: TreeReader) -> dict[str, Any]:
     """The nested dict that was saved."""
-    values: dict[str, Any] = {}
+    values: dict[tuple[str, ...], Any] = {}
     for name, info in reader.tensors.items():
-        if len(info.path) < 2 or info.path[0] != "train":
-            continue
-        *parents, last = map(str, info.path[1:])
-        node = values
-        for key in parents:
-            node = node.setdefault(key, {})
-        array = reader.read(name)
-        node[last] = int(array) if array.ndim == 0 and array.dtype.kind in "iu" else array
-    return values
+        if len(info.path) > 1 and info.path[0] == "train":
+            array = reader.read(name)
+            is_int = array.ndim == 0 and array.dtype.kind in "iu"
+            values[tuple(map(str, info.path[1:]))] = int(array) if is_int else array
+    return unflatten_dict(values)

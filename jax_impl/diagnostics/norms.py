@@ -194,5 +194,5 @@ def _norm_of(norms: jax.Array, norm_type: float) -> jax.Array:
 
 def _axes(stored: FlatGroup | LogicalArray) -> tuple[str, ...]:
     """The mesh axes over which the array is cut."""
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in stored.spec)
-    return tuple(name for names in entries for name in names if name is not None)
+    # An entry is a name, a tuple of names, or None, which is no leaf.
+    return tuple(jax.tree.leaves(tuple(stored.spec)))

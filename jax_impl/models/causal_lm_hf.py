@@ -109,12 +109,15 @@ def _common(
     }
 
 
+def _attention_bias(keys: Keys, default: bool = False) -> dict[str, bool]:
+    bias = keys.take("attention_bias", bool, default)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
 def _llama(keys: Keys) -> dict[str, Any]:
-    bias = keys.take("attention_bias", bool, False)
     return _common(keys) | {
         "activation": keys.activation("hidden_act", "silu"),
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **_attention_bias(keys),
         "mlp_bias": keys.take("mlp_bias", bool, False),
     }
 
@@ -132,9 +135,8 @@ def _qwen2(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen3(keys: Keys) -> dict[str, Any]:
-    bias = keys.take("attention_bias", bool, False)
     keys.take("head_dim", int)  # the class defaults to 128 for any other sizes, so do not derive it
-    return _qwen(keys) | {"qkv_bias": bias, "out_bias": bias, "query_key_norms": True}
+    return _qwen(keys) | {**_attention_bias(keys), "query_key_norms": True}
 
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
@@ -165,11 +167,9 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: Keys, *, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
-    bias = keys.take("attention_bias", bool, False)
     return _common(keys, rotary=rotary) | {
         "activation": keys.activation("hidden_act", "silu"),
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **_attention_bias(keys),
         "query_key_norms": True,
         "norms_across_heads": True,
         "input_norms": False,
@@ -192,31 +192,36 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     return result | {"activation": keys.activation("hidden_act", "silu"), "windows": windows}
 
 
-def _gpt_neox(keys: Keys) -> dict[str, Any]:
-    d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
+def _common_gpt(keys: Keys, d_model_key: str, n_heads_key: str, n_layers_key: str) -> dict[str, Any]:
+    """The common part of the families with layer norms and ungated MLPs; ``..._key``: the names of their sizes."""
+    d_model, n_heads = keys.take(d_model_key, int), keys.take(n_heads_key, int)
     if n_heads < 1 or d_model % n_heads:
-        raise keys.fail("num_attention_heads", f"a divisor of hidden_size = {d_model}", n_heads)
-    theta = keys.take("rotary_emb_base", float, 10000.0)
-    bias = keys.take("attention_bias", bool, True)
+        raise keys.fail(n_heads_key, f"a divisor of {d_model_key} = {d_model}", n_heads)
     return {
         "vocab_size": keys.take("vocab_size", int),
         "d_model": d_model,
-        "n_layers": keys.take("num_hidden_layers", int),
+        "n_layers": keys.take(n_layers_key, int),
         "n_heads": n_heads,
         "n_kv_heads": n_heads,
         "head_dim": d_model // n_heads,
-        "d_ff": keys.take("intermediate_size", int),
         "norm": "layer",
-        "norm_eps": keys.take("layer_norm_eps", float, 1e-5),
         "gated": False,
-        "activation": keys.activation("hidden_act", "gelu"),
-        "qkv_bias": bias,
-        "out_bias": bias,
         "mlp_bias": True,
+        "init_std": keys.take("initializer_range", float, 0.02),
+    }
+
+
+def _gpt_neox(keys: Keys) -> dict[str, Any]:
+    result = _common_gpt(keys, "hidden_size", "num_attention_heads", "num_hidden_layers")
+    theta = keys.take("rotary_emb_base", float, 10000.0)
+    return result | {
+        "d_ff": keys.take("intermediate_size", int),
+        "norm_eps": keys.take("layer_norm_eps", float, 1e-5),
+        "activation": keys.activation("hidden_act", "gelu"),
+        **_attention_bias(keys, default=True),
         "parallel": keys.take("use_parallel_residual", bool, True),
         "rotary": _rotary(keys, theta, keys.take("rotary_pct", float, 0.25)),
         "tied": keys.take("tie_word_embeddings", bool, False),
-        "init_std": keys.take("initializer_range", float, 0.02),
     }
 
 
@@ -238,14 +243,12 @@ def _gemma(keys: Keys, result: dict[str, Any], windowed: Callable[[int], bool]) 
     """The common part of Gemma 2 and 3; ``windowed``: whether a layer has a window, as ``default`` in ``_windows``."""
     keys.take("head_dim", int)  # the class defaults to 256 for any other sizes, so do not derive it
     keys.take("hidden_act", str, "")  # older files have both keys; transformers reads the other one
-    bias = keys.take("attention_bias", bool, False)
     keys.must_be("use_bidirectional_attention", False)
     return result | {
         "norm": "rms_one_plus",
         "output_norms": True,
         "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **_attention_bias(keys),
         "windows": _windows(keys, result["n_layers"], windowed),
         "attention_scale": keys.take("query_pre_attn_scalar", float) ** -0.5,
         "attention_cap": keys.take("attn_logit_softcapping", float, None),
@@ -255,31 +258,19 @@ def _gemma(keys: Keys, result: dict[str, Any], windowed: Callable[[int], bool]) 
 
 
 def _gpt2(keys: Keys) -> dict[str, Any]:
-    d_model, n_heads = keys.take("n_embd", int), keys.take("n_head", int)
-    if n_heads < 1 or d_model % n_heads:
-        raise keys.fail("n_head", f"a divisor of n_embd = {d_model}", n_heads)
+    result = _common_gpt(keys, "n_embd", "n_head", "n_layer")
     keys.must_be("scale_attn_weights", True)
     keys.must_be("scale_attn_by_inverse_layer_idx", False)
     keys.must_be("add_cross_attention", False)
-    return {
-        "vocab_size": keys.take("vocab_size", int),
-        "d_model": d_model,
-        "n_layers": keys.take("n_layer", int),
-        "n_heads": n_heads,
-        "n_kv_heads": n_heads,
-        "head_dim": d_model // n_heads,
-        "d_ff": keys.take("n_inner", int, 4 * d_model),
-        "norm": "layer",
+    return result | {
+        "d_ff": keys.take("n_inner", int, 4 * result["d_model"]),
         "norm_eps": keys.take("layer_norm_epsilon", float),
-        "gated": False,
         "activation": keys.activation("activation_function", "gelu_new"),
         "qkv_bias": True,
         "out_bias": True,
-        "mlp_bias": True,
         "rotary": None,
         "max_length": keys.take("n_positions", int),
         "tied": keys.take("tie_word_embeddings", bool, True),
-        "init_std": keys.take("initializer_range", float, 0.02),
     }
 
 

@@ -67,9 +67,9 @@ class Keys:
             raise self.fail(key, "a value > 0", value)
         return value
 
-    def must_be(self, key: str, expected: Any, default: Any = None) -> None:
-        """Refuse any value of ``key`` except ``expected``. default: for a missing key, by default ``expected``."""
-        value = self.take(key, type(expected), expected if default is None else default)
+    def must_be(self, key: str, expected: Any) -> None:
+        """Refuse any value of ``key`` except ``expected``; the key may be missing."""
+        value = self.take(key, type(expected), expected)
         if value != expected:
             raise self.fail(key, f"{expected!r} (the only one supported)", value)
 

@@ -20,7 +20,15 @@ from typing import Any
 
 import jax
 
-from jax_impl.modules.seal import inner_program, jaxpr_of, jaxprs_of, line_of, mark_numbers, scan_counts
+from jax_impl.modules.seal import (
+    inner_program,
+    jaxpr_of,
+    jaxprs_of,
+    line_of,
+    mark_numbers,
+    outputs_of,
+    scan_counts,
+)
 
 _BEFORE = "twinshard variable before "
 _AFTER = "twinshard variable after "
@@ -97,18 +105,7 @@ class _Reader:
     sends: dict[int, tuple[Any, list[tuple[Any, frozenset[str]]]]] = field(default_factory=dict)
 
     def outputs(self, jaxpr: Any, inputs: Sequence[DeviceValue]) -> list[DeviceValue]:
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def get(atom: Any) -> DeviceValue:
-            # Literals have a value but no hash.
-            if hasattr(atom, "val"):
-                return DeviceValue(numbers=frozenset([str(atom.val)]))
-            return known.get(atom, _EQUAL)
-
-        for equation in jaxpr.eqns:
-            results = self._results(equation, [get(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, results, strict=True))
-        return [get(atom) for atom in jaxpr.outvars]
+        return outputs_of(jaxpr, inputs, _EQUAL, self._results, _number)
 
     def _results(self, equation: Any, operands: list[DeviceValue]) -> Sequence[DeviceValue]:
         primitive, params = equation.primitive.name, equation.params
@@ -121,7 +118,7 @@ class _Reader:
         if primitive in _SAME:
             return operands
         if primitive == "shard_map":
-            inside = [DeviceValue(_named(spec)) for spec in params["in_specs"]]
+            inside = [DeviceValue(frozenset(jax.tree.leaves(tuple(spec)))) for spec in params["in_specs"]]
             results = self.outputs(jaxpr_of(params["jaxpr"]), inside)
             # A variable that only passes through is not read.
             self.read |= {path for result in results if not result.same for path in result.made_of}
@@ -211,6 +208,10 @@ class _Reader:
         return self.sends[id(jaxpr)][1]
 
 
+def _number(literal: Any) -> DeviceValue:
+    return DeviceValue(numbers=frozenset([str(literal)]))
+
+
 def _any_of(values: Sequence[DeviceValue]) -> DeviceValue:
     return functools.reduce(operator.or_, values) if values else _EQUAL
 
@@ -232,11 +233,6 @@ def _axes_of(equation: Any) -> frozenset[str]:
     return frozenset(
         name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)
     )
-
-
-def _named(spec: Any) -> frozenset[str]:
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return frozenset(name for entry in entries for name in entry if name is not None)
 
 
 def _refusal(equation: Any, collective: Any, axes: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -176,34 +176,28 @@ def check_seals(program: Any) -> None:
 
 def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> list[Seal | None]:
     """The seals of the outputs for given seals of the inputs. ``around``: the equations that contain the jaxpr."""
-    sealed: dict[Any, Seal] = {
-        v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None
-    }
-    for equation in jaxpr.eqns:
-        operands = [_get(sealed, operand) for operand in equation.invars]
-        label = equation.params.get("name") if len(equation.invars) == 1 else None
-        if isinstance(label, str) and label.startswith(_SEAL):
-            sealed[equation.outvars[0]] = Seal(label.removeprefix(_SEAL))
-            continue
-        if isinstance(label, str) and label.startswith(_PARAMETER):
-            rank, _, path = label.removeprefix(_PARAMETER).partition(" ")
-            sealed[equation.outvars[0]] = Seal(path, int(rank))
-            continue
-        if isinstance(label, str) and label.startswith(_CONSTANT):
-            sealed[equation.outvars[0]] = Seal(label.removeprefix(_CONSTANT), free=True)
-            continue
-        if isinstance(label, str) and label.startswith(_UNCHANGED) and operands[0] is None:
-            raise ValueError(
-                f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
-                "model, got an array that the loss changes: make it an nnx.Variable, whose value carries over from "
-                "step to step"
-            )
-        if label == _OPEN:
-            continue
-        for variable, seal in zip(equation.outvars, _results(equation, operands, around), strict=True):
-            if seal is not None:
-                sealed[variable] = seal
-    return [_get(sealed, variable) for variable in jaxpr.outvars]
+
+    def results(equation: Any, operands: Sequence[Seal | None]) -> Sequence[Seal | None]:
+        label = equation.params.get("name") if len(operands) == 1 else None
+        if isinstance(label, str):
+            if label.startswith(_SEAL):
+                return [Seal(label.removeprefix(_SEAL))]
+            if label.startswith(_PARAMETER):
+                rank, _, path = label.removeprefix(_PARAMETER).partition(" ")
+                return [Seal(path, int(rank))]
+            if label.startswith(_CONSTANT):
+                return [Seal(label.removeprefix(_CONSTANT), free=True)]
+            if label == _OPEN:
+                return [None]
+            if label.startswith(_UNCHANGED) and operands[0] is None:
+                raise ValueError(
+                    f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
+                    "model, got an array that the loss changes: make it an nnx.Variable, whose value carries over from "
+                    "step to step"
+                )
+        return _results(equation, operands, around)
+
+    return outputs_of(jaxpr, inputs, None, results)
 
 
 def _results(equation: Any, operands: Sequence[Seal | None], around: Equations) -> Sequence[Seal | None]:
@@ -296,6 +290,31 @@ def _looped(
         inputs[constants : constants + carries] = carried
 
 
+def outputs_of(
+    jaxpr: Any,
+    inputs: Sequence[T],
+    unknown: T,
+    results: Callable[[Any, list[T]], Sequence[T]],
+    of_literal: Callable[[Any], T] | None = None,
+) -> list[T]:
+    """What is known of a program's outputs, given the same of its inputs: ``results(equation, operands)`` in order.
+
+    ``unknown``: of the program's constants, and of literals unless ``of_literal`` tells it from their value.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def get(operand: Any) -> T:
+        # Literals have a value but no hash.
+        if hasattr(operand, "val"):
+            return unknown if of_literal is None else of_literal(operand.val)
+        return known.get(operand, unknown)
+
+    for equation in jaxpr.eqns:
+        operands = [get(operand) for operand in equation.invars]
+        known.update(zip(equation.outvars, results(equation, operands), strict=True))
+    return [get(variable) for variable in jaxpr.outvars]
+
+
 def inner_program(equation: Any) -> Any:
     """The jaxpr that a call runs (a jitted function, or one with custom derivatives); None if this is not a call."""
     for value in map(jaxpr_of, equation.params.values()):
@@ -325,11 +344,6 @@ def jaxprs_of(equation: Any) -> list[Any]:
     """The programs that an equation runs, such as a loop's body or the branches of a choice."""
     values = ((v if isinstance(v, tuple | list) else (v,)) for v in equation.params.values())
     return [jaxpr_of(item) for value in values for item in value if jaxpr_of(item) is not None]
-
-
-def _get(sealed: Mapping[Any, Seal], operand: Any) -> Seal | None:
-    # Literals have a value but no hash.
-    return None if hasattr(operand, "val") else sealed.get(operand)
 
 
 def _refusal(path: str, use: str) -> str:

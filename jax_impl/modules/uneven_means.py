@@ -13,20 +13,21 @@ is a sum over the batch alone::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from enum import Flag, auto
-from typing import Any, TypeVar
+from functools import partial, reduce
+from typing import Any
 
-from jax_impl.modules.seal import inner_program, jaxpr_of, mark_numbers, scan_counts
-
-T = TypeVar("T")
+from jax_impl.modules.seal import inner_program, jaxpr_of, outputs_of, scan_counts
 
 # By mark: the origin that a marked value must not have, and the error for it.
 Refused = Mapping[str, tuple["_Comes", str]]
 
-_ROWS = "twinshard rows"
-_LOSS = "twinshard loss"
-_WEIGHT = "twinshard weight"
+# Names for ``mark_numbers``: the batch, the loss, and the weight of a ``(sum, weight)``.
+ROWS = "twinshard rows"
+LOSS = "twinshard loss"
+WEIGHT = "twinshard weight"
 
 
 class _Comes(Flag):
@@ -51,50 +52,26 @@ _POWERS = frozenset({"integer_pow", "pow"})
 _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
 
-def mark_rows(rows: T) -> T:
-    """The same rows, marked as the batch for ``check_means``."""
-    return mark_numbers(rows, _ROWS)
-
-
-def mark_loss(loss: T) -> T:
-    """The same loss, marked as the loss for ``check_means``."""
-    return mark_numbers(loss, _LOSS)
-
-
-def mark_weight(weight: T) -> T:
-    """The same weight of a ``(sum, weight)``, marked as the weight for ``check_means``."""
-    return mark_numbers(weight, _WEIGHT)
-
-
 def check_means(program: Any, *, equal_parts: bool) -> None:
     """Raise ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch, unless ``equal_parts``.
 
     Also for a weight that depends on the model: ``(loss, accuracy)`` is not a pair of sum and weight.
     """
-    refused: dict[str, tuple[_Comes, str]] = {_WEIGHT: (_Comes.MODEL, _NO_WEIGHT)}
+    refused: dict[str, tuple[_Comes, str]] = {WEIGHT: (_Comes.MODEL, _NO_WEIGHT)}
     if not equal_parts:
-        refused[_LOSS] = _Comes.QUOTIENT, _REFUSAL
+        refused[LOSS] = _Comes.QUOTIENT, _REFUSAL
     _outputs(program.jaxpr, [_Comes.MODEL] * len(program.jaxpr.invars), refused)
 
 
 def _outputs(jaxpr: Any, inputs: Sequence[_Comes], refused: Refused) -> list[_Comes]:
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def get(operand: Any) -> _Comes:
-        # Literals have a value but no hash.
-        return _Comes.NOTHING if hasattr(operand, "val") else known.get(operand, _Comes.NOTHING)
-
-    for equation in jaxpr.eqns:
-        operands = [get(operand) for operand in equation.invars]
-        known.update(zip(equation.outvars, _results(equation, operands, refused), strict=True))
-    return [get(variable) for variable in jaxpr.outvars]
+    return outputs_of(jaxpr, inputs, _Comes.NOTHING, partial(_results, refused))
 
 
-def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
+def _results(refused: Refused, equation: Any, operands: list[_Comes]) -> list[_Comes]:
     primitive, label = equation.primitive.name, equation.params.get("name")
     everything = _union(operands)
     source = everything & _SOURCES
-    if primitive == "name" and label == _ROWS:
+    if primitive == "name" and label == ROWS:
         return [_Comes.ROWS]
     if primitive == "name" and label in refused and refused[label][0] in everything:
         raise ValueError(refused[label][1])
@@ -158,10 +135,7 @@ def _form(equation: Any, primitive: str, source: _Comes, operands: list[_Comes],
 
 
 def _union(values: Sequence[_Comes]) -> _Comes:
-    union = _Comes.NOTHING
-    for value in values:
-        union |= value
-    return union
+    return reduce(operator.or_, values, _Comes.NOTHING)
 
 
 _SOURCES = _Comes.ROWS | _Comes.MODEL

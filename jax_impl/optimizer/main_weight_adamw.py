@@ -158,11 +158,8 @@ class _AdamW:
 def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> AdamWState:
         check_weights(weights, _NAME)
-        zeros = [
-            [rows.zeros(moment_format) for rows in arrays.rows(moment_format, weights)]
-            for moment_format in settings.formats
-        ]
-        return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+        (mu, mu_scale), (nu, nu_scale) = (arrays.zeros(each, weights) for each in settings.formats)
+        return AdamWState(jnp.zeros((), jnp.int32), mu, nu, mu_scale, nu_scale)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Other formats treat each element alike, wherever it is stored.
@@ -173,24 +170,10 @@ def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransfo
         return _transformation(replace(settings, **formats), arrays)
 
     formats = {"mu": settings.mu, "nu": settings.nu}
-    own = MainWeightTransformation(
-        init,
-        partial(_apply, settings, arrays),
-        settings.learning_rate,
-        on_plan,
-        formats,
-        with_formats,
-        with_arrays=lambda other: _transformation(settings, other),
-    )
+    apply, rate = partial(_apply, settings, arrays), settings.learning_rate
+    with_arrays = partial(_transformation, settings)
+    own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME, with_arrays)
     return own
-
-
-def _state(settings: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
-    (mu, mu_scale), (nu, nu_scale) = (
-        arrays.join(moment_format, weights, own)
-        for moment_format, own in zip(settings.formats, parts, strict=True)
-    )
-    return AdamWState(count, mu, nu, mu_scale, nu_scale)
 
 
 def _apply(
@@ -215,8 +198,9 @@ def _apply(
         numbers = (count, scalars[update_dtype(weight.dtype)])
         done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
-    parts = [first for _, first, _ in done], [second for _, _, second in done]
-    return new, _state(settings, arrays, count, weights, parts)
+    mu, mu_scale = arrays.join(settings.mu, weights, [first for _, first, _ in done])
+    nu, nu_scale = arrays.join(settings.nu, weights, [second for _, _, second in done])
+    return new, AdamWState(count, mu, nu, mu_scale, nu_scale)
 
 
 def _update_array(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -260,12 +261,8 @@ def _made(
         trace = changed.pop("trace")
         return with_settings(replace(settings, trace=trace, adamw=settings.adamw.with_formats(changed)))
 
-    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        return _on_plan(settings, plan)
-
-    return MainWeightTransformation(
-        init, apply, settings.learning_rate, on_plan, formats, with_formats, _NAME
-    )
+    on_plan, rate = partial(_on_plan, settings), settings.learning_rate
+    return MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME)
 
 
 def _path(keys: Any) -> str:
@@ -279,9 +276,7 @@ def _by_path(weights: Any) -> dict[str, Any]:
 def _initial(matrices: _Matrices, adamw: MainWeightTransformation, weights: Mapping[str, Any]) -> MuonState:
     check_weights(weights, _NAME)
     own, rest = matrices.split(weights)
-    moment_format = matrices.settings.trace
-    zeros = [rows.zeros(moment_format) for rows in matrices.arrays.rows(moment_format, own)]
-    trace, trace_scale = matrices.arrays.join(moment_format, own, zeros)
+    trace, trace_scale = matrices.arrays.zeros(matrices.settings.trace, own)
     other: AdamWState = adamw.init(rest)
     return MuonState(other.count, trace, other.mu, other.nu, trace_scale, other.mu_scale, other.nu_scale)
 

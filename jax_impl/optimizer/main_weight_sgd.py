@@ -110,8 +110,10 @@ def main_weight_sgd(
 def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> SGDState:
         check_weights(weights, _NAME)
-        zeros = [rows.zeros(settings.trace) for rows in arrays.rows(settings.trace, weights)]
-        return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+        count = jnp.zeros((), jnp.int32)
+        return (
+            SGDState(count, *arrays.zeros(settings.trace, weights)) if settings.momentum else SGDState(count)
+        )
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Other formats treat each element alike, wherever it is stored.
@@ -125,16 +127,6 @@ def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransform
     apply, rate = partial(_apply, settings, arrays), settings.learning_rate
     own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME)
     return own
-
-
-def _state(
-    settings: _SGD, arrays: MomentArrays, count: jax.Array, weights: Any, parts: list[Parts]
-) -> SGDState:
-    return (
-        SGDState(count, *arrays.join(settings.trace, weights, parts))
-        if settings.momentum
-        else SGDState(count)
-    )
 
 
 def _apply(
@@ -158,7 +150,9 @@ def _apply(
         compute = partial(_update_array, settings, rows[number])
         done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _ in done])
-    return new, _state(settings, arrays, count, weights, [moment for _, moment in done])
+    if not settings.momentum:
+        return new, SGDState(count)
+    return new, SGDState(count, *arrays.join(settings.trace, weights, [moment for _, moment in done]))
 
 
 def _update_array(

@@ -237,6 +237,11 @@ class MomentArrays:
 
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
+    def zeros(self, moment_format: MomentFormat, weights: Any) -> tuple[Any, Any]:
+        """The two trees of a state before the first step: values and scales."""
+        parts = [rows.zeros(moment_format) for rows in self.rows(moment_format, weights)]
+        return self.join(moment_format, weights, parts)
+
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
         """The parts of each weight array's moment, from the two trees of the state."""
         structure: Any = jax.tree.structure(weights)

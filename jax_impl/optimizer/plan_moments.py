@@ -105,11 +105,8 @@ class ShardRows:
 
     def zeros(self, moment_format: MomentFormat) -> dict[str, jax.Array]:
         """Whole arrays."""
-        group = self.group
-        arrays = {SCALED: jnp.zeros(group.shape, moment_format.dtype)}
-        for suffix, array in self._numbers.items():
-            arrays[suffix] = jnp.zeros(array.shape, array.dtype)
-        return arrays
+        numbers = {suffix: jnp.zeros(array.shape, array.dtype) for suffix, array in self._numbers.items()}
+        return {SCALED: jnp.zeros(self.group.shape, moment_format.dtype), **numbers}
 
     def decode(self, parts: Parts) -> jax.Array:
         rank, numbers = self._rank, self._padded(parts)

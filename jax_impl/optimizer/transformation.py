@@ -43,10 +43,10 @@ class MainWeightTransformation(optax.GradientTransformation):
         init: Callable[[Any], Any],
         apply: Callable[[Any, Any, Any], tuple[Any, Any]],
         learning_rate: float | optax.Schedule,
-        on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
-        formats: Mapping[str, MomentFormat] | None = None,
-        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
-        name: str = "main_weight_adamw",
+        on_plan: Callable[[ShardingPlan], MainWeightTransformation],
+        formats: Mapping[str, MomentFormat],
+        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation],
+        name: str,
         with_arrays: Callable[[MomentArrays], MainWeightTransformation] | None = None,
     ) -> MainWeightTransformation:
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -58,9 +58,9 @@ class MainWeightTransformation(optax.GradientTransformation):
         self = super().__new__(cls, init, update)
         self.apply = apply
         self.learning_rate = learning_rate
-        self.on_plan = on_plan or (lambda _: self)
-        self.formats = formats or {}
-        self.with_formats = with_formats or (lambda _: self)
+        self.on_plan = on_plan
+        self.formats = formats
+        self.with_formats = with_formats
         self.with_arrays = with_arrays or (lambda _: self)
         return self
 

@@ -14,7 +14,7 @@ because torch's metadata reader executes code that a checkpoint contains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +151,15 @@ def start_save(
     asynchronous: bool = True,
 ) -> PendingSave:
     """Save, in the background or at once."""
+
+    def tree() -> dict[str, Any]:
+        if mapping is None:
+            return state_tree(model, optimizer, train)
+        return mapped_tree(mapping, model, optimizer, train)
+
     planned = PlannedSave(
         path,
-        _tree(model, optimizer, train, mapping),
+        tree,
         extras or SaveExtras(),
         copy=asynchronous,
         group=together(model, process_group),
@@ -179,14 +185,6 @@ def mesh_ranks(model: nn.Module) -> list[int]:
 def together(model: nn.Module, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group of ranks that save or load ``model`` together, see ``save_checkpoint``; None for the default group."""
     return group_of(process_group, () if process_group is not None else mesh_ranks(model))
-
-
-def _tree(
-    model: nn.Module, optimizer: Optimizer | None, train: Mapping[str, Any] | None, mapping: AnyMapping | None
-) -> Callable[[], dict[str, Any]]:
-    if mapping is None:
-        return lambda: state_tree(model, optimizer, train)
-    return lambda: mapped_tree(mapping, model, optimizer, train)
 
 
 def load_checkpoint(
@@ -334,14 +332,11 @@ def _stage(
 
 
 def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
-    lines = [moment.described(reader) for moment in others]
-    return "\n".join(
-        [
-            f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
-            'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them',
-            *first_lines(lines, _SHOWN),
-        ]
+    title = (
+        f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
+        'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them'
     )
+    return "\n".join([title, *first_lines([moment.described(reader) for moment in others], _SHOWN)])
 
 
 def _check_names(

@@ -113,26 +113,21 @@ class MappedTensor(torch.Tensor):
 
 
 def _run_state(leaves: Mapping[TreePath, Any], model: nn.Module) -> RunState:
-    names = {path: ".".join(map(str, path)) for path in leaves}
-    tensors = {
-        names[path]: TensorInfo(
-            names[path],
-            path,
-            tuple(value.shape),
-            dtype_from_name(str(value.dtype).removeprefix("torch.")),
-            (Box.whole(value.shape),),
-        )
-        for path, value in leaves.items()
-        if isinstance(value, torch.Tensor)
-    }
-    values = {names[path]: value for path, value in leaves.items() if names[path] not in tensors}
-    by_name = {names[path]: value for path, value in leaves.items()}
+    by_name = {".".join(map(str, path)): (path, value) for path, value in leaves.items()}
+    tensors: dict[str, TensorInfo] = {}
+    values: dict[str, Any] = {}
+    for name, (path, value) in by_name.items():
+        if isinstance(value, torch.Tensor):
+            dtype = dtype_from_name(str(value.dtype).removeprefix("torch."))
+            tensors[name] = TensorInfo(name, path, tuple(value.shape), dtype, (Box.whole(value.shape),))
+        else:
+            values[name] = value
 
     def whole(name: str) -> np.ndarray | None:
-        tensor = by_name[name]
-        return None if isinstance(tensor, DTensor) else _array(tensor.detach())
+        _, tensor = by_name[name]
+        return None if isinstance(tensor, DTensor) else _array(tensor)
 
-    paths = {names[path]: path for path in leaves if names[path] in values}
+    paths = {name: by_name[name][0] for name in values}
     return RunState("dcp", f"the {type(model).__name__}", tensors, values, paths, whole)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -93,20 +92,14 @@ def other_formats(reader: CheckpointReader, model: nn.Module, optimizer: Optimiz
                 if moment_format.key not in state:
                     continue
                 prefix = f"optimizer.state.{name}"
+                keys = (moment_format.key, moment_format.scale_key)
+                live = {key: state[key] for key in keys if key in state}
                 other = OtherFormat(
-                    f"{prefix}.{moment_format.key}",
-                    moment_format,
-                    param,
-                    _tensors(state, moment_format),
-                    f"{prefix}.step",
+                    f"{prefix}.{moment_format.key}", moment_format, param, live, f"{prefix}.step"
                 )
                 if _differs(reader, other):
                     others.append(other)
     return others
-
-
-def _tensors(state: dict[str, Any], moment_format: MomentFormat) -> dict[str, torch.Tensor]:
-    return {key: state[key] for key in (moment_format.key, moment_format.scale_key) if key in state}
 
 
 def _differs(reader: CheckpointReader, moment: OtherFormat) -> bool:

@@ -99,7 +99,7 @@ def background_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGrou
     """
     if not dist.is_initialized():
         return None
-    return _group_beside(_ranks_of(group), background=True)
+    return _group_beside(tuple(dist.get_process_group_ranks(group)), background=True)
 
 
 def _group_beside(ranks: tuple[int, ...], *, background: bool) -> dist.ProcessGroup:
@@ -115,10 +115,6 @@ def _group_beside(ranks: tuple[int, ...], *, background: bool) -> dist.ProcessGr
             list(ranks), backend="gloo", use_local_synchronization=apart
         )
     return known[ranks, background]
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
 
 
 def agree(
@@ -194,7 +190,7 @@ def exchange(value: T, group: dist.ProcessGroup | None = None) -> dict[int, T]:
         return {rank(): value}
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
-    return dict(zip(_ranks_of(group), values, strict=True))
+    return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -21,7 +21,17 @@ _scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 
 PURPOSE: ContextVar[str | None] = ContextVar("purpose", default=None)
-"""A label for the collectives that no unit begins, by which counters report them."""
+"""A label for the collectives that no unit begins, by which counters report them; see ``labelled``."""
+
+
+@contextmanager
+def labelled(purpose: str) -> Iterator[None]:
+    """Label the collectives of the context."""
+    token = PURPOSE.set(purpose)
+    try:
+        yield
+    finally:
+        PURPOSE.reset(token)
 
 
 class Work(Protocol):

@@ -103,20 +103,13 @@ class _LabelledStreams:
 
     def start(self, steps: Sequence[Step]) -> Transfer:
         label = self._current[-1]
-        return self._streams.start([(lane, self._labelled(label, step)) for lane, step in steps])
+        return self._streams.start([(lane, self._as(label)(step)) for lane, step in steps])
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         # Range names are "<unit> <what>".
         with self._streams.range(name), self._as(name.rpartition(" ")[0]):
             yield
-
-    def _labelled(self, label: str, step: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        def call(async_op: bool) -> Any:
-            with self._as(label):
-                return step(async_op)
-
-        return call
 
     @contextmanager
     def _as(self, label: str) -> Iterator[None]:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
@@ -26,8 +27,25 @@ from torch_impl.dtensor.placement import is_tensor_parallel, row_axes
 from torch_impl.dtensor.tensor import wrap_rows
 
 _aten = torch.ops.aten
-_OPS = {"sum": dist.ReduceOp.SUM, "amax": dist.ReduceOp.MAX, "prod": dist.ReduceOp.PRODUCT}
+_OPS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT}
 _IDENTITY = {"sum": 0.0, "amax": -math.inf, "prod": 1.0}
+CutOver: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and its axes whose ranks hold different elements."""
+
+
+def combine(values: torch.Tensor, cut: CutOver, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Combine ``values`` over the ranks, in place. Collective."""
+    mesh, axes = cut
+    for axis in axes:
+        collectives.all_reduce(values, mesh.get_group(axis), op)
+
+
+def max_over_ranks(values: torch.Tensor, cut: CutOver) -> torch.Tensor:
+    """The largest of the ranks' values, NaN if any rank's is: backends differ in how their MAX treats NaN."""
+    nan = values.isnan()
+    both = torch.stack([values.masked_fill(nan, -math.inf), nan.to(values.dtype)])
+    combine(both, cut, dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 class RowsOverDims:
@@ -76,12 +94,7 @@ class RowsOverDims:
         if how == "sum":
             values = values.double()
         if self._last:
-            pick: dict[str, Callable[..., torch.Tensor]] = {
-                "sum": torch.sum,
-                "amax": torch.amax,
-                "prod": torch.prod,
-            }
-            values = pick[how](values, 1, keepdim=True)
+            values = getattr(torch, how)(values, 1, keepdim=True)
         result = values.new_full(self._size, _IDENTITY[how])
         if how == "sum":
             result.index_add_(0, self._number, values)
@@ -89,14 +102,11 @@ class RowsOverDims:
             result.scatter_reduce_(0, self._number[:, None].expand_as(values), values, how)
         if self._whole:
             return result
-        # Backends differ in how their MAX treats NaN.
-        nan = result.isnan() if how == "amax" else None
-        both = (
-            result if nan is None else torch.stack([result.masked_fill(nan, -math.inf), nan.to(result.dtype)])
-        )
-        for axis in row_axes(self._tensor.placements):
-            collectives.all_reduce(both, self._tensor.device_mesh.get_group(axis), _OPS[how])
-        return both if nan is None else both[0].masked_fill(both[1] > 0, math.nan)
+        cut = self._tensor.device_mesh, row_axes(self._tensor.placements)
+        if how == "amax":
+            return max_over_ranks(result, cut)
+        combine(result, cut, _OPS[how])
+        return result
 
     def spread(self, result: torch.Tensor) -> torch.Tensor:
         """For each local row, its row of a result."""

@@ -23,6 +23,7 @@ on a mesh (2, 2), where coordinate (m, n) holds shard n * 2 + m::
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -201,9 +202,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
     if rows is None:
         return
     local = tensor_parallel_sizes(shape, mesh, placements)
-    shards, num_rows = 1, rows_of(local)[1]
-    for axis in row_axes(placements):
-        shards *= mesh.size(axis)
+    shards, num_rows = math.prod(map(mesh.size, row_axes(placements))), rows_of(local)[1]
     if len(rows.bounds) != shards + 1 or rows.bounds[-1] != num_rows:
         raise ValueError(
             f"row bounds of a tensor of shape {tuple(local)} on {shards} ranks: expected {shards + 1} bounds ending at "

@@ -19,15 +19,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_impl.comm import collectives
-from torch_impl.dtensor.dim_reductions import OVER_DIMS, norm_over_dims, sum_over_dims
+from torch_impl.dtensor.dim_reductions import (
+    OVER_DIMS,
+    CutOver,
+    combine,
+    max_over_ranks,
+    norm_over_dims,
+    sum_over_dims,
+)
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.norms import WholeNorm
 from torch_impl.dtensor.operands import align
@@ -37,27 +42,12 @@ from torch_impl.dtensor.views import in_shape
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_Cut: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 
 
-def _cut_over(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+def _cut_over(tensor: Any) -> CutOver | None:
     """The mesh, and its axes whose ranks hold different elements of the tensor; None if all ranks hold all elements."""
     axes = cut_axes(tensor.placements) if isinstance(tensor, DTensor) else ()
     return (tensor.device_mesh, axes) if axes else None
-
-
-def _combine(values: torch.Tensor, cut: _Cut, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    mesh, axes = cut
-    for axis in axes:
-        collectives.all_reduce(values, mesh.get_group(axis), op)
-
-
-def _max_over_ranks(values: torch.Tensor, cut: _Cut) -> torch.Tensor:
-    """The largest of the ranks' values, NaN if any rank's is: backends differ in how their MAX treats NaN."""
-    nan = values.isnan()
-    both = torch.stack([values.masked_fill(nan, float("-inf")), nan.to(values.dtype)])
-    _combine(both, cut, dist.ReduceOp.MAX)
-    return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
 def norms(
@@ -87,10 +77,10 @@ def norms(
         # Powers and roots in float64, so only the result is rounded.
         values = torch.stack([local_norms[i].double() for i in where])
         if order == float("inf"):
-            values = _max_over_ranks(values, cut)
+            values = max_over_ranks(values, cut)
         elif order > 0:
             values = values**order
-            _combine(values, cut)
+            combine(values, cut)
             values = values ** (1 / order)
         else:
             raise RuntimeError(f"{func}: expected a positive order on a sharded tensor, got {order}")
@@ -171,8 +161,7 @@ def _sums_of_slices(tensor: Any, partial: Callable[[torch.Tensor, int], torch.Te
     # A slice may be spread over several ranks, so every rank fills in its own rows and the ranks' sums are added.
     for first, last, rows in _by_slice(local, r0, length):
         sums[first:last] += partial(rows, 1).squeeze(1)
-    for axis in row_axes(tensor.placements):
-        collectives.all_reduce(sums, tensor.device_mesh.get_group(axis))
+    combine(sums, (tensor.device_mesh, row_axes(tensor.placements)))
     return sums
 
 
@@ -216,7 +205,7 @@ def _total(tensor: Any, dtype: torch.dtype | None, count: int) -> torch.Tensor:
     local, cut = local_of(tensor), _cut_over(tensor)
     value = local.sum(dtype=_summed_in(local, dtype))
     if cut:
-        _combine(value, cut)
+        combine(value, cut)
     # A sum of integers remains an integer: division would convert it to float.
     value = value / count if count != 1 else value
     wanted = dtype or local.dtype
@@ -263,7 +252,7 @@ def _extremum(pick: Callable[[torch.Tensor], torch.Tensor], sign: int) -> Callab
             raise RuntimeError(f"{func}: expected a tensor with elements, got shape {tuple(tensor.shape)}")
         # A rank without elements contributes a value that any element beats.
         value = pick(local) if local.numel() else local.new_full((), -sign * float("inf"))
-        return sign * _max_over_ranks(sign * value, cut) if cut else value
+        return sign * max_over_ranks(sign * value, cut) if cut else value
 
     return reduce
 
@@ -272,7 +261,7 @@ def _truth(op: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
     def reduce(func: Any, tensor: Any) -> torch.Tensor:
         value, cut = pick(local_of(tensor)).to(torch.int32), _cut_over(tensor)
         if cut:
-            _combine(value, cut, op)
+            combine(value, cut, op)
         return value.bool()
 
     return reduce
@@ -286,7 +275,7 @@ def _equal(func: Any, tensor: Any, other: Any) -> bool:
     alike = torch.tensor(torch.equal(left, right), dtype=torch.int32, device=left.device)
     cut = _cut_over(placing.origin)
     if cut:
-        _combine(alike, cut, dist.ReduceOp.MIN)
+        combine(alike, cut, dist.ReduceOp.MIN)
     return bool(alike)
 
 
@@ -294,7 +283,7 @@ def _unscale(func: Any, grads: list[Any], found_inf: torch.Tensor, inv_scale: to
     """Unscale gradients for ``torch.amp.GradScaler``; all ranks learn of an infinity on any rank."""
     func([local_of(grad) for grad in grads], found_inf, inv_scale)
     for cut in dict.fromkeys(cut for cut in map(_cut_over, grads) if cut):
-        _combine(found_inf, cut, dist.ReduceOp.MAX)
+        combine(found_inf, cut, dist.ReduceOp.MAX)
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {

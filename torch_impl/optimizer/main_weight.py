@@ -179,9 +179,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
                 update = self._update_of(param, group)
             local = _checked_gradient(grad, update)
             device = update.weight.device
-            if device not in by_device:
-                by_device[device] = ([], [])
-            updates, grads = by_device[device]
+            updates, grads = by_device.setdefault(device, ([], []))
             updates.append(update)
             grads.append(local)
         return by_device

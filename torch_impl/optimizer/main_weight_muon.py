@@ -149,11 +149,9 @@ class MainWeightMuon(MainWeightOptimizer):
             self._chosen = None
 
     def _picked(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        return (
-            super()._picked(params)
-            if self._chosen is None
-            else [param for param in params if param in self._chosen]
-        )
+        if self._chosen is None:
+            return super()._picked(params)
+        return [param for param in params if param in self._chosen]
 
     def _is_for_muon(self, entry: Any) -> bool:
         name, param = entry if isinstance(entry, tuple) else (None, entry)

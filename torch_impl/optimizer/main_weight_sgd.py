@@ -95,13 +95,7 @@ class MainWeightSGD(MainWeightOptimizer):
         update(updates, grads, group, transfers, _sgd, rounds_once=False)
 
 
-def _sgd(
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    moments: Sequence[Sequence[torch.Tensor]],
-    steps: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
-) -> None:
+def _sgd(weights: Tensors, grads: Tensors, moments: Sequence[Tensors], steps: Tensors, group: Group) -> None:
     lr = group["lr"].item() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     for numbers in _together(weights):
         own = [weights[n] for n in numbers]
@@ -113,20 +107,14 @@ def _sgd(
         if group["momentum"]:
             buffers = [moments[n][0] for n in numbers]
             _accumulate(buffers, slopes, [steps[n] for n in numbers], group)
-            slopes = (
-                list(torch._foreach_add(slopes, buffers, alpha=group["momentum"]))
-                if group["nesterov"]
-                else buffers
-            )
+            if group["nesterov"]:
+                slopes = list(torch._foreach_add(slopes, buffers, alpha=group["momentum"]))
+            else:
+                slopes = buffers
         torch._foreach_add_(own, slopes, alpha=-lr)
 
 
-def _accumulate(
-    buffers: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
-) -> None:
+def _accumulate(buffers: Tensors, grads: Tensors, steps: Tensors, group: Group) -> None:
     """Line 3."""
     first = [step.item() == 1 for step in steps]
     started = [n for n, at_first in enumerate(first) if not at_first]
@@ -139,7 +127,7 @@ def _accumulate(
         torch._foreach_add_(old, [grads[n] for n in started], alpha=1 - group["dampening"])
 
 
-def _together(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+def _together(weights: Tensors) -> Iterator[list[int]]:
     """Indices of weights that are updated together, so that intermediate tensors take bounded memory."""
     numbers: list[int] = []
     size = 0

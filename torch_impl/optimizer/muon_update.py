@@ -63,19 +63,16 @@ class _Matrix:
         return self.part(stored), None if scale is None else self.part(scale)
 
 
+@collectives.labelled("muon")
 def update_matrices(updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
     """Update parameters on one device by local gradients of any floating dtype, together with ranks that share rows.
 
     All ranks pass the same parameters in the same order.
     """
-    token = collectives.PURPOSE.set("muon")
-    try:
-        for turns, orthogonalized in _by_placement(updates, grads, group):
-            batches = [[tensor for matrix in turn for tensor in _travelling(matrix)] for turn in turns]
-            for turn, copies in zip(turns, transfers.stream(batches), strict=True):
-                _turn(turn, copies, group, orthogonalized)
-    finally:
-        collectives.PURPOSE.reset(token)
+    for turns, orthogonalized in _by_placement(updates, grads, group):
+        batches = [[tensor for matrix in turn for tensor in _travelling(matrix)] for turn in turns]
+        for turn, copies in zip(turns, transfers.stream(batches), strict=True):
+            _turn(turn, copies, group, orthogonalized)
 
 
 def _by_placement(
@@ -182,10 +179,7 @@ def _travelling(matrix: _Matrix) -> list[torch.Tensor]:
 
 
 def _turn(
-    turn: Sequence[_Matrix],
-    copies: list[torch.Tensor],
-    group: Mapping[str, Any],
-    orthogonalized: Orthogonalized,
+    turn: Sequence[_Matrix], copies: list[torch.Tensor], group: Group, orthogonalized: Orthogonalized
 ) -> None:
     fetched = iter(copies)
     values = []

@@ -207,11 +207,7 @@ def _like(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def fused_adamw(
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    moments: Sequence[Sequence[torch.Tensor]],
-    steps: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
+    weights: Tensors, grads: Tensors, moments: Sequence[Tensors], steps: Tensors, group: Group
 ) -> None:
     """AdamW of tensors on one device in one dtype, in place. ``moments``: first and second moment of each weight."""
     device = weights[0].device

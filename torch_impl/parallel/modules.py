@@ -33,7 +33,6 @@ from torch_impl.runtime.ground.tensor_parallel import SUMMED
 
 # The inputs that sibling modules have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"
-_cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
@@ -212,15 +211,14 @@ class _Spreading(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@functools.cache
 def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Module]:
     """A class with the name of ``cls``, which reports show; one per class, so that equal modules share a class."""
-    if (mixin, cls) not in _cut_classes:
-        _cut_classes[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    return _cut_classes[mixin, cls]
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 def cut_module(module: nn.Module, part_class: type[ComputesOnParts], cut: CutModule) -> None:
     """Make ``module`` compute as ``part_class`` does."""
-    module.__class__ = _cut_class(part_class, type(module))
+    module.__class__ = _cut_class(part_class, type(module))  # type: ignore[arg-type]  # classes have a hash
     # Not with setattr: ``around`` would become a child module.
     vars(module)["_cut"] = cut

@@ -23,8 +23,7 @@ terms of their gradients. ``whole_values_inside`` finds them in autograd's graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
+
+_PURPOSE = "activations"
 
 
 class _Enter(torch.autograd.Function):
@@ -100,7 +101,7 @@ def scatter(x: torch.Tensor, group: dist.ProcessGroup, fused: tuple[int, ...] = 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of the ranks' values, in new memory."""
     total = values.clone(memory_format=torch.contiguous_format)
-    with _for_activations():
+    with collectives.labelled(_PURPOSE):
         collectives.all_reduce(total, group)
     return total
 
@@ -143,7 +144,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup, fused: Sequence[int]) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     parts = x.new_empty(ranks, *x.shape)
-    with _for_activations():
+    with collectives.labelled(_PURPOSE):
         collectives.all_gather([parts.view(-1)], [x.contiguous().view(-1)], group)
     lengths = [x.shape[-1] // sum(fused) * size for size in fused]
     pieces = [part.split(lengths, -1) for part in parts]
@@ -154,12 +155,3 @@ def _own_part(x: torch.Tensor, group: dist.ProcessGroup, fused: Sequence[int]) -
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     tensors = x.split([x.shape[-1] // sum(fused) * size for size in fused], -1)
     return torch.cat([tensor.chunk(ranks, -1)[rank] for tensor in tensors], -1)
-
-
-@contextmanager
-def _for_activations() -> Iterator[None]:
-    token = collectives.PURPOSE.set("activations")
-    try:
-        yield
-    finally:
-        collectives.PURPOSE.reset(token)

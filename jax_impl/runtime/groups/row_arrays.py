@@ -69,8 +69,8 @@ def scales_of(array: LogicalArray) -> LogicalArray:
 
 
 @dataclass(frozen=True)
-class ScaledPart:
-    """The scaled parameters of a flat group, at the positions of their weights, with zeros for other parameters."""
+class _BesideGroup:
+    """An array that is cut over devices like the weights of a flat group."""
 
     group: FlatGroup
 
@@ -79,16 +79,21 @@ class ScaledPart:
         return self.group.layers
 
     @property
+    def spec(self) -> PartitionSpec:
+        return self.group.spec
+
+
+@dataclass(frozen=True)
+class ScaledPart(_BesideGroup):
+    """The scaled parameters of a flat group, at the positions of their weights, with zeros for other parameters."""
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.group.shape
 
     @property
     def dtype(self) -> np.dtype:
         return self.group.dtype
-
-    @property
-    def spec(self) -> PartitionSpec:
-        return self.group.spec
 
     def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return shape if path in self._own else None
@@ -111,15 +116,10 @@ class ScaledPart:
 
 
 @dataclass(frozen=True)
-class RowArray:
+class RowArray(_BesideGroup):
     """One number per row for the scaled parameters of a flat group, or values of the unscaled ones (see ``scaled``)."""
 
-    group: FlatGroup
     scaled: bool
-
-    @property
-    def layers(self) -> int | None:
-        return self.group.layers
 
     @cached_property
     def rows(self) -> int:
@@ -134,10 +134,6 @@ class RowArray:
     @property
     def dtype(self) -> np.dtype:
         return _SCALE if self.scaled else update_dtype(self.group.dtype)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        return self.group.spec
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

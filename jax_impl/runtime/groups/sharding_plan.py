@@ -296,13 +296,12 @@ class ShardingPlan(Viewed):
                 pieces = stored.pieces(shard.index, np.asarray(shard.data))
                 yield from (piece for piece in pieces if not piece.repeated)
 
-    def build_buffer(self, key: str, read: Read, dtype: np.dtype | None = None) -> jax.Array:
+    def build_buffer(self, key: str, read: Read) -> jax.Array:
         """Build the array ``key`` from ``read(path, offsets, sizes) -> np.ndarray``, for boxes of addressable shards.
 
-        ``dtype``: values are cast to this dtype, by default the main dtype.
+        Values are cast to the main dtype.
         """
         stored = self.stored(key)
-        target = stored.dtype if dtype is None else np.dtype(dtype)
         last: dict[str, np.ndarray] = {}
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -310,7 +309,7 @@ class ShardingPlan(Viewed):
             # JAX asks for the replicas of a shard one after another, so only one shard is remembered.
             if repr(index) not in last:
                 last.clear()
-                last[repr(index)] = stored.shard(index, target, read)
+                last[repr(index)] = stored.shard(index, stored.dtype, read)
             return last[repr(index)]
 
         return jax.make_array_from_callback(stored.shape, self.sharding(key), values)

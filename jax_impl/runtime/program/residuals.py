@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from jax_impl.modules.seal import WITNESSED, inner_program
+from jax_impl.modules.seal import WITNESSED, inner_program, outputs_of
 from jax_impl.runtime.program.traced import inline_calls, operands
 
 # For all versions of JAX: later ones have primitives for expressions that earlier ones write out (1 - x * x).
@@ -172,18 +172,11 @@ def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:
 
 
 def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def depends(operand: Any) -> bool:
-        # Literals have a value but no hash.
-        return not hasattr(operand, "val") and known.get(operand, False)
-
-    for equation in jaxpr.eqns:
-        varies = [depends(operand) for operand in equation.invars]
+    def results(equation: Any, varies: list[bool]) -> list[bool]:
         inner = inner_program(equation) if any(varies) else None
-        results = [any(varies)] * len(equation.outvars) if inner is None else _outputs(inner, varies)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [depends(variable) for variable in jaxpr.outvars]
+        return [any(varies)] * len(equation.outvars) if inner is None else _outputs(inner, varies)
+
+    return outputs_of(jaxpr, inputs, False, results)
 
 
 @jax.tree_util.register_dataclass

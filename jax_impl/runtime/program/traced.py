@@ -87,10 +87,7 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
     if not any(chosen(equation) for equation in program.jaxpr.eqns):
         return program
 
-    def run(*args: Any) -> Values:
-        return _flat(program, args)
-
-    def _flat(program: ClosedJaxpr, args: Sequence[Any]) -> Values:
+    def flat(program: ClosedJaxpr, args: Sequence[Any]) -> Values:
         env = variables(program, args)
         evaluate(
             program.jaxpr,
@@ -98,13 +95,12 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
             env,
             program.jaxpr.outvars,
             special=lambda equation, env: chosen(equation),
-            run=lambda equation, values: _flat(program_of(equation), values),
+            run=lambda equation, values: flat(program_of(equation), values),
         )
         return read(env, program.jaxpr.outvars)
 
-    return jax.make_jaxpr(run)(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
-    )
+    shapes = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: flat(program, args))(*shapes)
 
 
 @jax.tree_util.register_dataclass

@@ -13,9 +13,9 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.modules.interception import catch_calls
 from jax_impl.modules.module_tree import ROOT
-from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
+from jax_impl.modules.seal import mark_numbers, no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
-from jax_impl.modules.uneven_means import mark_rows
+from jax_impl.modules.uneven_means import ROWS
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
 from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
@@ -113,7 +113,7 @@ def call_model(
         own = root.sealed_constants()
         module = own.made(values, variables)
         try:
-            output = run(as_given(module), mark_rows(rows), *shared)
+            output = run(as_given(module), mark_numbers(rows, ROWS), *shared)
             output = witnessed_constants(output, own.changed_constants(module))
             return output, root.changed_variables(module)
         except (ValueError, RuntimeError, TypeError) as error:

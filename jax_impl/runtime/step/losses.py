@@ -36,7 +36,8 @@ from jax import lax
 
 from jax_impl.comm.collectives import divide_exactly, fence
 from jax_impl.modules.module_tree import matches
-from jax_impl.modules.uneven_means import mark_loss, mark_weight
+from jax_impl.modules.seal import mark_numbers
+from jax_impl.modules.uneven_means import LOSS, WEIGHT
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
@@ -68,14 +69,14 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
             "return statistics with the loss, pass has_aux=True and return (loss, statistics)"
         )
     if not pair:
-        return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
+        return LossParts(mark_numbers(jnp.asarray(returned), LOSS), None, _addable(aux, None))
     value, weight = (jnp.asarray(x) for x in returned)
     # A count in bfloat16 would stop at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
     # The loss is sum / weight. A weight that depends on the model is refused (uneven_means.py), so its derivative is
     # zero and need not be traced.
-    weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
-    return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
+    weight = lax.stop_gradient(mark_numbers(weight.astype(dtype), WEIGHT))
+    return LossParts(mark_numbers(value.astype(dtype), LOSS), weight, _addable(aux, weight))
 
 
 def is_loss(returned: Any) -> bool:
@@ -161,10 +162,11 @@ class Divisors:
     ) -> Divisors:
         """Raises ``ValueError`` for a divisor that is not a positive number, and for a pattern that matches no unit."""
         flat = plan.engine == "shard_map"
+        by_pattern: Mapping[str, float] = grad_divisor if isinstance(grad_divisor, Mapping) else {}
         own: dict[str, float] = {}
         averaged: dict[str, int] = {}
         for path, unit in plan.units.items():
-            divisor = _of_unit(path, grad_divisor) if isinstance(grad_divisor, Mapping) else None
+            divisor = next((d for pattern, d in by_pattern.items() if matches(path, pattern)), None)
             for group in unit.groups:
                 for key in group.stored if group.trainable else ():
                     if divisor is not None:
@@ -204,10 +206,6 @@ class Divisors:
             divide_exactly(parts.value, divisor), parts.weight, jax.tree.map(statistic, parts.aux)
         )
         return loss, {key: gradient(key, x) for key, x in gradients.items()}
-
-
-def _of_unit(path: str, by_pattern: Mapping[str, float]) -> float | None:
-    return next((d for pattern, d in by_pattern.items() if matches(path, pattern)), None)
 
 
 def _check_patterns(plan: ShardingPlan, by_pattern: Mapping[str, float]) -> None:

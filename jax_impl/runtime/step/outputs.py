@@ -59,17 +59,11 @@ class NonFiniteOutput:
         )
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A unit's call in a program. ``order``: its position in the order of tracing."""
-
-    unit: str
-    order: int
-
-
 @dataclass
 class _Seen:
-    """``clean``, ``spoiled``: whether such outputs came from finite inputs, and from nonfinite inputs."""
+    """``order``: the call's position in the order of tracing. ``clean``, ``spoiled``: whether such outputs came from
+    finite inputs, and from nonfinite inputs.
+    """
 
     order: int
     clean: bool = False
@@ -88,15 +82,17 @@ class _Watch:
         # The order at which a stack begins; its units run layer by layer.
         self._first: dict[str, int] = {}
 
-    def add(self, site: _Site, layer: int | None, nan: int, inf: int, clean: bool, device: int) -> None:
+    def add(
+        self, unit: str, order: int, layer: int | None, nan: int, inf: int, clean: bool, device: int
+    ) -> None:
         self.calls += 1
         if not nan and not inf:
             return
         if layer is not None:
-            stack = _stack(site.unit)
-            self._first[stack] = min(site.order, self._first.get(stack, site.order))
-        seen = self._seen.setdefault((site.unit, layer), _Seen(site.order))
-        seen.order = min(seen.order, site.order)
+            stack = _stack(unit)
+            self._first[stack] = min(order, self._first.get(stack, order))
+        seen = self._seen.setdefault((unit, layer), _Seen(order))
+        seen.order = min(seen.order, order)
         seen.clean |= clean
         seen.spoiled |= not clean
         seen.nan, seen.inf = max((seen.nan, seen.inf), (nan, inf))
@@ -180,7 +176,7 @@ def layer_numbers(layers: int) -> jax.Array:
 
 def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
     """Add to the program a callback that reports a unit's output. ``layer``: int32, -1 outside stacks."""
-    site = _Site(unit, next(_orders))
+    order = next(_orders)
     ins, outs = (
         # A callback has no derivative, and its counts must not enter any derivative.
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
@@ -196,7 +192,7 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
 
     def tell(counts: jax.Array) -> tuple[()]:
         # Each device reports its own part, so nothing is gathered.
-        jax.debug.callback(partial(_record, plan, site), counts, partitioned=True)
+        jax.debug.callback(partial(_record, plan, unit, order), counts, partitioned=True)
         return ()
 
     if plan.engine == "shard_map" and plan.model_axes.names:
@@ -224,9 +220,9 @@ def _may_be_nonfinite(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _record(plan: ShardingPlan, site: _Site, counts: Any) -> None:
+def _record(plan: ShardingPlan, unit: str, order: int, counts: Any) -> None:
     device, layer, nan, inf, before = np.asarray(counts)[0].tolist()
     with _lock:
         for watch in _open:
             if watch.plan is plan:
-                watch.add(site, None if layer < 0 else layer, nan, inf, not before, device)
+                watch.add(unit, order, None if layer < 0 else layer, nan, inf, not before, device)

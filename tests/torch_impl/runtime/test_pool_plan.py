@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from torch_impl.runtime.memory.compute_buffer import Slot
+from torch_impl.runtime.memory.pool import Slot
 from torch_impl.runtime.memory.pool_plan import Lifetime, colour, plan_buffers
 
 spans = st.integers(0, 30).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 31)))

@@ -34,7 +34,7 @@ from torch_impl.comm import collectives
 from torch_impl.runtime.gradients.reduction import GroupReduction
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.tensor_parallel import SUMMED
-from torch_impl.runtime.memory.compute_buffer import Slot
+from torch_impl.runtime.memory.pool import Slot
 from torch_impl.runtime.weights.context import UnitContext
 
 # The part of a unit's gradients that is held before they get their buffer, unless the buffer takes
@@ -181,7 +181,7 @@ class GroupGradient:
         return grad
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
-        view, divisor = self._views[index], self._group_spec.divisor.value
+        view, divisor = self._views[index], self._group_spec.divisor
         # Memory of the buffer is arbitrary until the first write.
         if index in self._untouched:
             self._untouched.discard(index)
@@ -250,7 +250,7 @@ class GroupGradient:
             return
         values = self._complete(keep=False).to(self._group_spec.dtypes.reduce)
         if self._group_spec.divides_first and not self._divided:
-            values = values / self._group_spec.divisor.value
+            values = values / self._group_spec.divisor
         # A cast has copied the values, so the buffer is free before the collective begins. Otherwise it is in use until
         # the reduction is finished.
         if values is not self._whole:

@@ -22,9 +22,9 @@ Hooks of the program do not see flags.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,12 +39,6 @@ from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.weights.context import UnitContext
 
 
-class GradientMemory(Protocol):
-    """The buffer in which gradients are collected."""
-
-    def release(self) -> None: ...
-
-
 class _UnderWay(NamedTuple):
     """Where the sums will be, whether over all axes, and which parameters this rank used."""
 
@@ -55,12 +49,16 @@ class _UnderWay(NamedTuple):
 
 
 class GroupReduction:
-    """Reduces the gradients collected in ``memory``, into ``.grad`` of the sharded ``params``."""
+    """Reduces collected gradients into ``.grad`` of the sharded ``params``; ``release`` gives their buffer back."""
 
     def __init__(
-        self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, context: UnitContext
+        self,
+        spec: GroupSpec,
+        params: Sequence[nn.Parameter],
+        release: Callable[[], None],
+        context: UnitContext,
     ) -> None:
-        self._group_spec, self._params, self._memory, self._context = spec, params, memory, context
+        self._group_spec, self._params, self._release, self._context = spec, params, release, context
         # Whether to check every .grad after a backward, which is too slow to do always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
@@ -101,7 +99,7 @@ class GroupReduction:
         # gloo has copied the buffer when the call returns: part of the change that took the
         # benchmark's peak on one rank from 1351 to 1273 MB.
         if shared.streams.copies:
-            self._memory.release()
+            self._release()
         shared.reductions.add(self)
 
     def finish(self) -> None:
@@ -110,7 +108,7 @@ class GroupReduction:
             done, self._under_way = self._under_way, None
             # Before ``release``: until then the backend reads memory that the pool would reuse.
             done.transfer.finish()
-            self._memory.release()
+            self._release()
             used = self._used_anywhere(done)
             if done.last:
                 self._publish_reduced(done.sums, used)
@@ -148,7 +146,7 @@ class GroupReduction:
             done, self._under_way = self._under_way, None
             # Until then the backend may use the buffer that is released here.
             done.transfer.finish()
-            self._memory.release()
+            self._release()
 
     def waits(self, last: bool) -> bool:
         """Whether sums of earlier microbatches wait for a reduction, over all axes if ``last``."""
@@ -192,11 +190,9 @@ class GroupReduction:
         A gradient that is None stays None if its parameter is not ``used``.
         """
         spec = self._group_spec
-        mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
+        views, is_mean = spec.levels.views(level, sums), spec.divisor == spec.levels.mesh.size
         self._left_partial = True
-        for index, (name, param, placed, view) in enumerate(
-            zip(spec.names, self._params, spec.tensor_parallel, views, strict=True)
-        ):
+        for index, (name, param, view) in enumerate(zip(spec.names, self._params, views, strict=True)):
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
             if not param.requires_grad or (param.grad is None and index not in used):
                 continue
@@ -210,14 +206,9 @@ class GroupReduction:
                     )
                 self._add_to_partial(view, name, param.grad, level)
             bounds = spec.levels.row_bounds(level, name) if level else None
+            mesh, others = spec.placed(index)
             param.grad = make_partial(
-                view,
-                mesh.mesh if placed is None else placed.joint_mesh(mesh.mesh),
-                param.shape,
-                spec.divisor.value == mesh.size,
-                bounds=bounds,
-                axes=level,
-                tensor_parallel=() if placed is None else placed.placements,
+                view, mesh, param.shape, is_mean, bounds=bounds, axes=level, tensor_parallel=others
             )
 
     def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
@@ -225,7 +216,7 @@ class GroupReduction:
         levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
         # A mean is the sum divided by the divisor; ranks with the same rows add their shares together.
-        mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
+        mean_of = self._group_spec.divisor * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
             view.add_(local, alpha=share)
@@ -275,7 +266,7 @@ class GroupReduction:
         ):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
                 waiting = local_of(param.grad).to(view.device)
-                view.add_(waiting, alpha=1 / spec.divisor.value if spec.divides_first else 1)
+                view.add_(waiting, alpha=1 / spec.divisor if spec.divides_first else 1)
                 waited.add(index)
         if waited:
             _add_flags(spec.levels.flags(level, values), waited)
@@ -284,15 +275,15 @@ class GroupReduction:
         sums = sums.to(self._group_spec.dtypes.grad)
         # Waiting sums are undivided in every dtype, so that kept and reduced sums can be added.
         if self._group_spec.divides_first:
-            sums *= self._group_spec.divisor.value
+            sums *= self._group_spec.divisor
         self.leave_partial(sums, self._group_spec.strategy.gradients, used)
 
     def _publish_reduced(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         spec = self._group_spec
-        if not spec.divides_first and spec.divisor.value != 1:
+        if not spec.divides_first and spec.divisor != 1:
             # In the wider of both dtypes, so that a narrow gradient is rounded once.
             sums = sums.to(torch.promote_types(sums.dtype, spec.dtypes.grad))
-            sums /= spec.divisor.value
+            sums /= spec.divisor
         reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
         fresh: list[tuple[Any, torch.Tensor]] = [

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.policy.group_dtypes import GroupDtypes
@@ -15,13 +18,6 @@ from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.runtime.ground.buffer import ShardLevels
 from torch_impl.runtime.ground.host_memory import HostMemory
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel
-
-
-@dataclass
-class Divisor:
-    """The number that divides sums over the ranks. A program may change it between two steps."""
-
-    value: float
 
 
 @dataclass
@@ -50,9 +46,12 @@ class AllReduceHook:
         lane.wait_stream(self.stream)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupSpec:
-    """The properties of a group that are fixed at the start; lists are in the order of ``layout.slots``.
+    """The properties of a group; lists are in the order of ``layout.slots``.
+
+    All are fixed at the start, except ``divisor``, which divides sums over the ranks: a program may change it between
+    two steps.
 
     ``suffix`` distinguishes the groups of a unit in reports. ``host``: main weights and gradients are
     stored in the host's memory, not on the device. ``order`` is None if there are no ranks to compare.
@@ -66,7 +65,7 @@ class GroupSpec:
     dtypes: GroupDtypes[torch.dtype]
     suffix: str
     host: HostMemory | None
-    divisor: Divisor
+    divisor: float
     order: CollectiveOrder | None
     hook: AllReduceHook = field(default_factory=AllReduceHook)
     shard_parameters: bool = field(init=False)
@@ -79,10 +78,18 @@ class GroupSpec:
     def __post_init__(self) -> None:
         # Fields, not properties, because a backward reads them for every gradient.
         strategy, mesh = self.strategy, self.levels.mesh
+        self.shard_parameters = strategy.shard_parameters
         # Before the last microbatch a reduction uses only the axes that shard gradients, if any.
-        scatters = mesh.shards(strategy.gradients or strategy.optimizer) > 1
+        self.scatters = mesh.shards(strategy.gradients or strategy.optimizer) > 1
         # float16 sums of many ranks overflow, so they are divided first; others after, which is exact.
-        divides_first = self.dtypes.reduce == torch.float16
-        object.__setattr__(self, "shard_parameters", strategy.shard_parameters)
-        object.__setattr__(self, "scatters", scatters)
-        object.__setattr__(self, "divides_first", divides_first)
+        self.divides_first = self.dtypes.reduce == torch.float16
+
+    def placed(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """The mesh of a parameter, and its placements on the model axes of this mesh."""
+        mesh, placed = self.levels.mesh.mesh, self.tensor_parallel[index]
+        return (mesh, ()) if placed is None else (placed.joint_mesh(mesh), placed.placements)
+
+    def whole_parameter(self, index: int, whole: torch.Tensor) -> nn.Parameter:
+        """A parameter over compute weights, which the model axes may cut."""
+        placed, trainable = self.tensor_parallel[index], whole.is_floating_point() or whole.is_complex()
+        return nn.Parameter(whole if placed is None else placed.wrap(whole), requires_grad=trainable)

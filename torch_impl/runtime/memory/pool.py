@@ -7,15 +7,88 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from torch_impl.runtime.memory.compute_buffer import Pooled, Slot
 from torch_impl.runtime.memory.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
 
 # Programs that alternate between a few kinds of steps, such as microbatches, keep one plan.
 _REMEMBERED = 4
+
+
+class Pooled(Protocol):
+    """A buffer that the pool records, and that may be stored in a slot."""
+
+    purpose: str
+    nbytes: int
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shares(self) -> bool: ...
+
+    def lose_contents(self) -> None: ...
+
+
+class Slot:
+    """Memory for one buffer at a time; ``keeps``: by pass, see ``BufferPlan.keeps``."""
+
+    def __init__(
+        self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes, self._keeps = nbytes, keeps
+        self._expected: Iterator[bool] = iter(())
+        # Weak: a deleted model frees its memory at once, and its pool may live on in another model.
+        self._user: weakref.ref[Pooled] | None = None
+        self._contents: weakref.ref[Pooled] | None = None
+
+    @property
+    def user(self) -> Pooled | None:
+        """The buffer that is in use in this slot."""
+        return None if self._user is None else self._user()
+
+    def take(self, user: Pooled) -> bool:
+        """Use the slot, which then has memory; False if another buffer uses it."""
+        if self.user is not None and self.user is not user:
+            return False
+        # The previous user may have views of the slot in a graph.
+        before = None if self._contents is None else self._contents()
+        if before is not None and before is not user:
+            before.lose_contents()
+        self._user = self._contents = weakref.ref(user)
+        # resize_ allocates and copies, even if the size stays the same.
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self._nbytes)
+        return True
+
+    def leave(self, user: Pooled) -> None:
+        """End a use; the memory stays if the plan says so."""
+        if self.user is user:
+            self._user = None
+            # A use that is not in the plan leaves no memory behind.
+            if not next(self._expected, False):
+                # In place, so that every view of the slot remains a view of this storage.
+                self.storage.resize_(0)
+
+    def begin(self, backward: bool) -> None:
+        """A pass begins."""
+        self.rest()
+        self._expected = iter(self._keeps[backward])
+
+    def rest(self) -> None:
+        """A pass ended: release memory that is not in use."""
+        self._expected = iter(())
+        if self.user is None:
+            self.storage.resize_(0)
+
+    def retire(self) -> None:
+        """The plan is replaced: keep no memory for uses that are still to come."""
+        self._keeps = (), ()
+        self.rest()
 
 
 class _Trace(NamedTuple):

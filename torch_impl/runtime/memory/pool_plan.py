@@ -15,15 +15,15 @@ memory than buffers that are allocated for each use.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from bridge.core.text import first_lines
 
 Span = tuple[int, int]
 _MAX_LISTED = 40
+_COLUMNS = 96
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BufferPlan:
         return tuple(end not in ends for _, end in self._uses(slot) if (end > self.turn) == backward)
 
     def __str__(self) -> str:
-        return _draw(self, 96)
+        return _draw(self)
 
     def _uses(self, slot: int) -> list[Span]:
         pairs = zip(self.lifetimes, self.slots, strict=True)
@@ -153,11 +153,9 @@ def _bridge(
         for (_, end), (start, _) in pairwise(spans)
         if (end > turn) == (start >= turn)
     ]
-    heapq.heapify(gaps)
     kept: set[tuple[int, int]] = set()
     # The shortest first: each bridged gap saves one allocation, and short gaps block the least.
-    while gaps:
-        _, slot, end, start = heapq.heappop(gaps)
+    for _, slot, end, start in sorted(gaps):
         limit = peaks[start >= turn] - sizes[slot]
         if all(allocated[time] <= limit for time in range(end, start)):
             kept.add((slot, end))
@@ -180,18 +178,14 @@ def _sum(spans: Sequence[tuple[Span, int]], duration: int) -> list[int]:
     for (start, end), weight in spans:
         changes[start] += weight
         changes[end] -= weight
-    total, sums = 0, []
-    for change in changes[:duration]:
-        total += change
-        sums.append(total)
-    return sums
+    return list(accumulate(changes[:duration]))
 
 
 def _overlap(first: Sequence[Span], second: Sequence[Span]) -> bool:
     return any(a < d and c < b for a, b in first for c, d in second)
 
 
-def _draw(plan: BufferPlan, width: int) -> str:
+def _draw(plan: BufferPlan) -> str:
     """Slots as rows, time as columns, one letter for each unit."""
     names = list(dict.fromkeys(lifetime.name for lifetime in plan.lifetimes))
     letters = {name: chr(ord("a") + index % 26) for index, name in enumerate(names)}
@@ -208,7 +202,7 @@ def _draw(plan: BufferPlan, width: int) -> str:
         f"{len(plan.memory)} slots for {shared} of {len(plan.lifetimes)} buffers, "
         f"{plan.allocations} instead of {each} allocations a step, at most {plan.peak:,} B at once"
     ]
-    columns = min(width, plan.duration)
+    columns = min(_COLUMNS, plan.duration)
     turn = plan.turn * columns // max(plan.duration, 1)
     label = max((len(name) for name, *_ in members), default=0)
     lines.append(f"{'':{label}}  {'forward':{max(turn, 8)}}backward")

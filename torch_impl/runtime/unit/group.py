@@ -67,11 +67,11 @@ class ParameterGroup:
     @property
     def divisor(self) -> float:
         """The divisor of gradients summed over the ranks; may be set at any time."""
-        return self._group_spec.divisor.value
+        return self._group_spec.divisor
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        self._group_spec.divisor.value = value
+        self._group_spec.divisor = value
 
     def materialize(self, device: torch.device) -> None:
         """Give weights on the meta device memory on ``device``, or on the host with offload.
@@ -91,7 +91,7 @@ class ParameterGroup:
             torch.utils.swap_tensors(param, allocated)
         self.params[:] = planned
         self._connect()
-        self._register(self.params)
+        self.attach()
 
     @property
     def has_memory_apart(self) -> bool:
@@ -106,7 +106,7 @@ class ParameterGroup:
             set_name(param, name)
         size, device = spec.levels.gradient_size(0), self.weights.compute_device
         memory = GradientBuffer(size, spec.dtypes.reduce, device, self._context, spec.suffix)
-        self.reduction = GroupReduction(spec, self.params, memory, self._context)
+        self.reduction = GroupReduction(spec, self.params, memory.release, self._context)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, self._context)
         self._first_version = self.weights.main_version
 
@@ -157,7 +157,8 @@ class ParameterGroup:
 
     def attach(self) -> None:
         """Replace the original parameters by the sharded ones."""
-        self._register(self.params)
+        for index, module, attr in self.places():
+            _register(module, attr, self.params[index])
 
     def places(self) -> Iterator[tuple[int, nn.Module, str]]:
         """Each registration of a parameter: index, module, attribute; several for a tied one."""
@@ -166,10 +167,6 @@ class ParameterGroup:
                 module = module_ref()
                 if module is not None:
                     yield index, module, attr
-
-    def _register(self, params: Sequence[nn.Parameter]) -> None:
-        for index, module, attr in self.places():
-            _register(module, attr, params[index])
 
     def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a parameter that was replaced."""

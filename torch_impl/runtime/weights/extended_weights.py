@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Placement
 
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
@@ -94,27 +93,14 @@ class ExtendedWeights(GroupWeights):
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         spec = self._group_spec
-        name, placed, mesh = spec.names[index], spec.tensor_parallel[index], spec.levels.mesh.mesh
-        others: tuple[Placement, ...] = ()
-        if placed is not None:
-            mesh, others = placed.joint_mesh(mesh), placed.placements
+        bounds, (mesh, others) = spec.levels.row_bounds(1, spec.names[index]), spec.placed(index)
         with torch.no_grad():
-            tensor = make_dtensor(
-                as_matrix(self._extended[index].shard),
-                mesh,
-                param.shape,
-                spec.levels.row_bounds(1, name),
-                axes=1,
-                tensor_parallel=others,
-            )
+            rows = as_matrix(self._extended[index].shard)
+            tensor = make_dtensor(rows, mesh, param.shape, bounds, axes=1, tensor_parallel=others)
         return nn.Parameter(tensor, requires_grad=param.requires_grad)
 
     def _whole(self, index: int, whole: torch.Tensor) -> nn.Parameter:
-        others = self._group_spec.tensor_parallel[index]
-        param = nn.Parameter(
-            whole if others is None else others.wrap(whole),
-            requires_grad=whole.is_floating_point() or whole.is_complex(),
-        )
+        param = self._group_spec.whole_parameter(index, whole)
         vars(param).update(self._marks[index])
         return param
 

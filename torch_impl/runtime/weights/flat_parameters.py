@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement
 
 from torch_impl.dtensor.remainders import attach, split
 from torch_impl.dtensor.tensor import make_dtensor
@@ -46,7 +45,7 @@ def _sharded_parameter(
     whole: torch.Tensor,
     finish_gather: Callable[[], None],
 ) -> nn.Parameter:
-    axes, placed, name = spec.strategy.optimizer, spec.tensor_parallel[index], spec.names[index]
+    axes, name = spec.strategy.optimizer, spec.names[index]
     stored, bounds, shard = main.view(name), None, spec.levels.mesh.index(axes)
     if axes:
         bounds = spec.levels.row_bounds(axes, name)
@@ -66,10 +65,7 @@ def _sharded_parameter(
             rows.copy_(values)
     if spec.dtypes.remainders:
         attach(rows, stored, finish_gather)
-    mesh = spec.levels.mesh.mesh
-    others: tuple[Placement, ...] = ()
-    if placed is not None:
-        mesh, others = placed.joint_mesh(mesh), placed.placements
+    mesh, others = spec.placed(index)
     tensor = make_dtensor(rows, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
     return nn.Parameter(tensor, requires_grad=param.requires_grad)
 
@@ -81,13 +77,7 @@ def unsharded_parameters(
     wholes: Sequence[torch.Tensor],
 ) -> list[nn.Parameter]:
     """Parameters over ``wholes``; they and ``sharded`` get the attributes of ``originals``."""
-    unsharded = [
-        nn.Parameter(
-            whole if placed is None else placed.wrap(whole),
-            requires_grad=whole.is_floating_point() or whole.is_complex(),
-        )
-        for whole, placed in zip(wholes, spec.tensor_parallel, strict=True)
-    ]
+    unsharded = [spec.whole_parameter(index, whole) for index, whole in enumerate(wholes)]
     # Attributes that a program set on its parameters control optimizers and kernels.
     for (param, _), *copies in zip(originals, sharded, unsharded, strict=True):
         marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}

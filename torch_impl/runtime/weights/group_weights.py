@@ -38,7 +38,7 @@ from torch_impl.runtime.ground import autograd
 from torch_impl.runtime.ground.buffer import CastGather, FlatBuffer, SplitGather, WeightGather
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.host_memory import HOST
-from torch_impl.runtime.memory.compute_buffer import ComputeBuffer
+from torch_impl.runtime.weights.compute_buffer import ComputeBuffer
 from torch_impl.runtime.weights.context import UnitContext
 from torch_impl.runtime.weights.flat_parameters import (
     GivenParameter,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -13,108 +11,8 @@ from bridge.core.sharding.layout.layout import Layout
 from torch_impl.dtensor.local import plain_parts
 from torch_impl.runtime.ground import autograd
 from torch_impl.runtime.ground.buffer import FlatBuffer
-
-
-class Pooled(Protocol):
-    """A buffer that the pool records, and that may be stored in a slot."""
-
-    purpose: str
-    nbytes: int
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shares(self) -> bool: ...
-
-    def lose_contents(self) -> None: ...
-
-
-class Pool(Protocol):
-    """Records when buffers are in use, and returns the slots that a plan assigns to them."""
-
-    def slot_of(self, buffer: Pooled) -> Slot | None: ...
-
-    def begin_use(self, buffer: Pooled) -> None: ...
-
-    def end_use(self, buffer: Pooled) -> None: ...
-
-
-class Shared(Protocol):
-    """The state that units below one root share."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-
-class Host(Protocol):
-    """The state that a buffer reads from its unit, at each use, since the unit's root may change."""
-
-    name: str
-
-    @property
-    def schedule(self) -> Shared: ...
-
-    @property
-    def reads_weights(self) -> bool: ...
-
-
-class Slot:
-    """Memory for one buffer at a time; ``keeps``: by pass, see ``BufferPlan.keeps``."""
-
-    def __init__(
-        self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
-    ) -> None:
-        self.storage = torch.UntypedStorage(0, device=device)
-        self._nbytes, self._keeps = nbytes, keeps
-        self._expected: Iterator[bool] = iter(())
-        # Weak: a deleted model frees its memory at once, and its pool may live on in another model.
-        self._user: weakref.ref[Pooled] | None = None
-        self._contents: weakref.ref[Pooled] | None = None
-
-    @property
-    def user(self) -> Pooled | None:
-        """The buffer that is in use in this slot."""
-        return None if self._user is None else self._user()
-
-    def take(self, user: Pooled) -> bool:
-        """Use the slot, which then has memory; False if another buffer uses it."""
-        if self.user is not None and self.user is not user:
-            return False
-        # The previous user may have views of the slot in a graph.
-        before = None if self._contents is None else self._contents()
-        if before is not None and before is not user:
-            before.lose_contents()
-        self._user = self._contents = weakref.ref(user)
-        # resize_ allocates and copies, even if the size stays the same.
-        if self.storage.nbytes() == 0:
-            self.storage.resize_(self._nbytes)
-        return True
-
-    def leave(self, user: Pooled) -> None:
-        """End a use; the memory stays if the plan says so."""
-        if self.user is user:
-            self._user = None
-            # A use that is not in the plan leaves no memory behind.
-            if not next(self._expected, False):
-                # In place, so that every view of the slot remains a view of this storage.
-                self.storage.resize_(0)
-
-    def begin(self, backward: bool) -> None:
-        """A pass begins."""
-        self.rest()
-        self._expected = iter(self._keeps[backward])
-
-    def rest(self) -> None:
-        """A pass ended: release memory that is not in use."""
-        self._expected = iter(())
-        if self.user is None:
-            self.storage.resize_(0)
-
-    def retire(self) -> None:
-        """The plan is replaced: keep no memory for uses that are still to come."""
-        self._keeps = (), ()
-        self.rest()
+from torch_impl.runtime.memory.pool import Slot
+from torch_impl.runtime.weights.context import UnitContext
 
 
 class ComputeBuffer(FlatBuffer):
@@ -122,7 +20,7 @@ class ComputeBuffer(FlatBuffer):
 
     All memory of whole weights is allocated and freed here: ``allocate`` before a gather,
     ``settle`` before weights are read, ``free``. ``finish_gather`` ends a gather in progress.
-    ``suffix`` distinguishes the groups of ``host``.
+    ``suffix`` distinguishes the groups of the unit.
     """
 
     purpose = "weights"
@@ -134,12 +32,12 @@ class ComputeBuffer(FlatBuffer):
         dtype: torch.dtype,
         device: torch.device,
         finish_gather: Callable[[], None],
-        host: Host,
+        context: UnitContext,
         suffix: str,
     ) -> None:
         super().__init__(layout, dtype, device, rank=None)
         self.allocated = True
-        self._host, self._suffix, self._finish_gather = host, suffix, finish_gather
+        self._context, self._suffix, self._finish_gather = context, suffix, finish_gather
         # Kept separately from ``flat``, which is sometimes in a slot's storage.
         self._own = self._storage = self.flat.untyped_storage()
         self._params: Sequence[nn.Parameter] = ()
@@ -160,7 +58,7 @@ class ComputeBuffer(FlatBuffer):
 
     @property
     def name(self) -> str:
-        return self._host.name + self._suffix
+        return self._context.name + self._suffix
 
     @property
     def aside(self) -> bool:
@@ -170,7 +68,7 @@ class ComputeBuffer(FlatBuffer):
         """Memory to gather into. ``changed``: the values will differ from the last gather's."""
         # Weights that cannot move have separate memory, which the plan need not know.
         if self._movable:
-            self._host.schedule.pool.begin_use(self)
+            self._context.schedule.pool.begin_use(self)
         self._aside = None
         # Graphs of the older values are invalid anyway, so moving now breaks no others.
         if changed:
@@ -210,7 +108,7 @@ class ComputeBuffer(FlatBuffer):
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
         # Autograd compares versions in backward only; a forward would read another unit's weights.
-        if self._host.reads_weights:
+        if self._context.reads_weights:
             return False
         # A gather in progress still writes to the slot.
         self._finish_gather()
@@ -229,7 +127,7 @@ class ComputeBuffer(FlatBuffer):
         """
         # Otherwise the gather would write to memory that others use by then.
         self._finish_gather()
-        self._host.schedule.pool.end_use(self)
+        self._context.schedule.pool.end_use(self)
         self.lose_contents()
         self._aside = None
         self.allocated = False
@@ -255,7 +153,7 @@ class ComputeBuffer(FlatBuffer):
 
     def _choose_slot(self) -> None:
         """Move to the planned slot if it is free; otherwise leave any slot that is in use."""
-        slot = self._host.schedule.pool.slot_of(self)
+        slot = self._context.schedule.pool.slot_of(self)
         # A program may have deviated from the plan: a slot in use is not taken.
         if slot is not None and not slot.take(self):
             slot = None
