@@ -88,10 +88,10 @@ def parity(
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=say
         )
-        if self_test and say is not None:
-            say("self-test: typical faults, one at a time")
         revealed: tuple[Revealed, ...] = ()
         if self_test:
+            if say is not None:
+                say("self-test: typical faults, one at a time")
             # Imported here, not at the top: traces are also compared where torch is not installed.
             from bridge.parity.torch.self_test import plant_faults
 

@@ -115,11 +115,10 @@ class CurvesReport(Viewed):
         """
         if (reason := why_no_pictures()) is not None:
             raise MetricsError(reason)
-        from bridge.parity.curves.chart import save_picture
+        from bridge.parity.curves.chart import curves_figure, save_picture
 
-        save_picture(
-            Path(path), self.curves, self.departures, self.noise, title=self.verdict, metric=self.metric
-        )
+        drawn = self.curves, self.departures, self.noise
+        save_picture(curves_figure(*drawn, title=self.verdict, metric=self.metric), Path(path))
 
 
 def _percent(value: float, sign: bool = False) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.parity.jax.leaves import describe, is_floating, leaves, map_leaves
-from bridge.parity.recorded.recording import in_rows, probe_values
+from bridge.parity.recorded.recording import call_model, in_rows, probe_values
 
 Loss = Callable[[Any, Any], Any]
 
@@ -25,15 +25,6 @@ def as_batch(batch: Any, dtype: str) -> Any:
         return jnp.asarray(array, np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else None)
 
     return map_leaves(leaf, batch)
-
-
-def call_model(model: Any, batch: Any) -> Any:
-    """The model's output: ``model(x)`` for an array, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
 
 
 def probe(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 from bridge.core.dtype_names import FLOATING
 from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
@@ -36,7 +36,7 @@ from bridge.parity.jax.recorder import (
     map_arguments,
 )
 from bridge.parity.jax.run_in_dtype import settings
-from bridge.parity.jax.tree_models import FunctionModel, LinenModel, is_linen
+from bridge.parity.jax.tree_models import FunctionModel, LinenModel
 from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
 from bridge.parity.recorded.store import Store, Stored
 
@@ -50,7 +50,7 @@ def adapter_of(model: Any) -> Adapter:
         return NnxModel(model)
     if isinstance(model, tuple) and len(model) == 2:
         first, second = model
-        if is_linen(first):
+        if isinstance(first, linen.Module):
             return LinenModel(first, second)
         if callable(first):
             return FunctionModel(first, second)

@@ -238,6 +238,13 @@ def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
         _listener.reset(token)
 
 
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def probe_values(where: str, shape: Sequence[int]) -> np.ndarray:
     """Standard normal float64 numbers of ``shape`` for the output leaf at place ``where``."""
     return np.random.default_rng(zlib.crc32(where.encode())).standard_normal(tuple(shape))

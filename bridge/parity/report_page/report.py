@@ -256,5 +256,4 @@ def _number(value: float) -> str:
 
 def by_stage(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows in the order of the stages, otherwise in the given order."""
-    order = {stage: number for number, stage in enumerate(STAGES)}
-    return tuple(sorted(rows, key=lambda row: order[row.stage]))
+    return tuple(sorted(rows, key=lambda row: STAGES.index(row.stage)))

@@ -184,8 +184,7 @@ class Recorder:
             # Such as a cache, which the call will change.
             everything = _copied(everything, dict(keep))
         values = list(everything.values())
-        names = list(kwargs)
-        kept = dict(zip(names, values[len(args) :], strict=True))
+        kept = dict(zip(kwargs, values[len(args) :], strict=True))
         device = next((leaf.device.type for leaf in leaves_of(arguments(args, kwargs)).values()), "cpu")
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         return CallArguments(tuple(values[: len(args)]), kept, random_state(), autocast)

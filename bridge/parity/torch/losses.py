@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge.parity.recorded.recording import in_rows, probe_values
+from bridge.parity.recorded.recording import call_model, in_rows, probe_values
 from bridge.parity.torch.leaves import cast, leaves_of, map_leaves, to_torch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -30,13 +30,6 @@ def as_tensors(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
         return (value.long() if whole else cast(value, dtype)).to(device)
 
     return map_leaves(batch, tensor)
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def probe_loss(

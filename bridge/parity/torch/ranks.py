@@ -15,10 +15,10 @@ from torch import nn
 
 from bridge.core.text import first_lines
 from bridge.parity.recorded.distance import distance, epsilon
-from bridge.parity.recorded.recording import Call, Leaves, probe_values
+from bridge.parity.recorded.recording import Call, Leaves, call_model, probe_values
 from bridge.parity.recorded.trace import TraceError, batch_leaves
 from bridge.parity.torch.leaves import leaves_of, whole
-from bridge.parity.torch.losses import Loss, call_model
+from bridge.parity.torch.losses import Loss
 
 T = TypeVar("T")
 _LIKE = 64.0
@@ -88,8 +88,7 @@ class Ranks:
             action()
         except Exception as caught:
             error = caught
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, None if error is None else str(error), self.group)
+        texts = self._all_gather(None if error is None else str(error))
         if error is not None:
             raise error
         for rank, text in enumerate(texts):

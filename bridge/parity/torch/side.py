@@ -210,17 +210,10 @@ class TorchSide:
         """
         run = self._runs.get(dtype)
         where = f"{path!r}, call {number}"
-        index = next(
-            (
-                index
-                for index, record in enumerate(run.calls if run else ())
-                if (record.path, record.number) == (path, number)
-            ),
-            None,
-        )
-        if run is None or index is None:
+        calls = run.calls if run else ()
+        record = next((call for call in calls if (call.path, call.number) == (path, number)), None)
+        if run is None or record is None:
             raise KeyError(f"{where}: no such call was recorded in {dtype}")
-        record = run.calls[index]
         check_leaves(inputs, record.inputs, f"the input of {where}")
         check_leaves(cotangents or {}, record.outputs, f"the output of {where}")
         with run.load_weights() as whole_model:
