@@ -9,6 +9,7 @@ layers/7/attention/query/kernel          family layers/{i}/attention/query/kerne
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from collections import Counter
@@ -93,10 +94,7 @@ class Family:
     @property
     def complete(self) -> bool:
         """Whether every combination of numbers occurs."""
-        count = 1
-        for numbers in self.numbers:
-            count *= len(numbers)
-        return count == len(self.members)
+        return math.prod(map(len, self.numbers)) == len(self.members)
 
 
 def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bool = False) -> list[Family]:

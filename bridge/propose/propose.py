@@ -176,8 +176,10 @@ class _Matcher:
         self._fits: dict[tuple[str, str], list[Fit]] = {}
         self._partners_of_a: dict[str, list[Family]] = {}
         self._partners_of_b: dict[str, list[Family]] = {}
+        self._pairs: list[tuple[Family, Family]] = []
         for x, y in comparable(a, b):
             if pair_fits := fits(x, y):
+                self._pairs.append((x, y))
                 self._fits[x.path, y.path] = pair_fits
                 self._partners_of_a.setdefault(x.path, []).append(y)
                 self._partners_of_b.setdefault(y.path, []).append(x)
@@ -188,10 +190,9 @@ class _Matcher:
     def run(self) -> list[_Choice]:
         """All pairs; each family is in at most one."""
         choices = self._fused_by_name()
-        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
-        ranked = [(by_path[0][path_a], by_path[1][path_b]) for path_a, path_b in self._fits]
-        ranked.sort(key=lambda pair: (not self._agree(*pair), -similarity(pair[0].words, pair[1].words)))
-        for x, y in ranked:
+        for x, y in sorted(
+            self._pairs, key=lambda pair: (not self._agree(*pair), -similarity(pair[0].words, pair[1].words))
+        ):
             if x.path not in self._free_a or y.path not in self._free_b:
                 continue
             likeness, rivals = similarity(x.words, y.words), self._rivals(x, y)
@@ -280,16 +281,10 @@ class _Matcher:
     def _usual_turns(self) -> dict[tuple[str, str], bool]:
         """For each pair of tensor kinds, whether axes are transposed between them if shapes leave no choice."""
         votes: dict[tuple[str, str], Counter[bool]] = {}
-        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
-        for (path_a, path_b), pair_fits in self._fits.items():
-            x, y = by_path[0][path_a], by_path[1][path_b]
-            if (
-                similarity(x.words, y.words) > 0.5
-                and len(pair_fits) == 1
-                and len(x.shape) > 1
-                and len(y.shape) > 1
-            ):
-                votes.setdefault((x.leaf, y.leaf), Counter())[bool(pair_fits[0].turned)] += 1
+        for x, y in self._pairs:
+            first, *others = self._fits[x.path, y.path]
+            if not others and min(len(x.shape), len(y.shape)) > 1 and similarity(x.words, y.words) > 0.5:
+                votes.setdefault((x.leaf, y.leaf), Counter())[bool(first.turned)] += 1
         return {leaves: count.most_common(1)[0][0] for leaves, count in votes.items()}
 
     def _fused_by_name(self) -> list[_Choice]:

@@ -54,15 +54,10 @@ def command(job: Job) -> list[str]:
 
 def command_of_references(references: Sequence[Reference]) -> list[str]:
     """The command line of all references, one after another in one process."""
-    arguments = (
-        (str(_file_of(reference.job)), reference.dtype, str(reference.repeat)) for reference in references
-    )
-    return [
-        sys.executable,
-        "-m",
-        "bridge.relay.torch_reference",
-        *(word for each in arguments for word in each),
-    ]
+    arguments = [sys.executable, "-m", "bridge.relay.torch_reference"]
+    for reference in references:
+        arguments += [str(_file_of(reference.job)), reference.dtype, str(reference.repeat)]
+    return arguments
 
 
 def _file_of(job: Job) -> Path:

@@ -246,16 +246,9 @@ class _Runner:
             raise RelayError(f"{title} failed: {error}") from error
         seconds = time.perf_counter() - started
         done(f"{difference.total.max_ulp} ULP, {seconds:.1f} s")
-        return Hop(
-            str(source),
-            str(destination),
-            len(difference.tensors),
-            difference.total.max_ulp,
-            difference.same,
-            folder_bytes(source),
-            folder_bytes(destination),
-            seconds,
-        )
+        found = len(difference.tensors), difference.total.max_ulp, difference.same
+        sizes = folder_bytes(source), folder_bytes(destination)
+        return Hop(str(source), str(destination), *found, *sizes, seconds)
 
     def _start(self, title: str, total: int) -> tuple[TaskID, Callable[[str], None]]:
         task = self.progress.add_task(title, total=total, note="")

@@ -118,11 +118,8 @@ def _weights_for(
             twins = {name: own for name, own in relation.sources.items() if name not in relation.jax_buffers}
             matrices -= {n for name in relation.jax_buffers for n in relation.sources.get(name, ())}
             torch.load(_scaled(torch.weights(), scale, matrices))
-            jax.load(
-                _scaled(
-                    jax.weights(), scale, {name for name, own in twins.items() if matrices.issuperset(own)}
-                )
-            )
+            jax_matrices = {name for name, own in twins.items() if matrices.issuperset(own)}
+            jax.load(_scaled(jax.weights(), scale, jax_matrices))
         yield
     finally:
         if weights == "jax" or scale is not None:

@@ -24,24 +24,24 @@ from flax import linen, nnx
 from bridge.core.dtype_names import FLOATING
 from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
 from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
-from bridge.parity.jax.nnx import NnxModel
-from bridge.parity.jax.recorder import (
-    Adapter,
-    Arguments,
-    CallReplay,
-    Entry,
-    Instance,
-    Recorder,
-    argument_tree,
-    map_arguments,
-)
+from bridge.parity.jax.nnx import NnxInstance, NnxModel
+from bridge.parity.jax.recorder import Arguments, CallReplay, Entry, Recorder, argument_tree, map_arguments
 from bridge.parity.jax.run_in_dtype import settings
-from bridge.parity.jax.tree_models import FunctionModel, LinenModel
+from bridge.parity.jax.tree_models import FunctionInstance, FunctionModel, LinenInstance, LinenModel
 from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
 """Bytes of weights above which saving memory is worth the time to compile operations again."""
+
+
+Adapter = NnxModel | LinenModel | FunctionModel
+"""One kind of model. ``load`` gets checked names and shapes; ``instance`` is called within the run's settings."""
+Instance = NnxInstance | LinenInstance | FunctionInstance
+"""A copy for one run. ``tree``: parameters and everything without a gradient, in the model's structure.
+
+``state``: a pytree of everything else that changes. ``run``: ``loss(model)``, and the state after it.
+"""
 
 
 def adapter_of(model: Any) -> Adapter:

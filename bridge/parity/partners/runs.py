@@ -86,14 +86,10 @@ class CallPair:
             for instead in ways[: len(self.known) + 1] if way.doubt or self.known else ():
                 pair, inputs = replace(self), [*self.inputs]
                 inputs[number] = name, other, instead
-                outputs = [
-                    (
-                        leaf,
-                        twin,
-                        _like(instead, lies, self.jax.outputs[twin]) if lies.moves == way.moves else lies,
-                    )
-                    for leaf, twin, lies in self.outputs
-                ]
+                outputs = [*self.outputs]
+                for place, (leaf, twin, lies) in enumerate(self.outputs):
+                    if lies.moves == way.moves:
+                        outputs[place] = leaf, twin, _like(instead, lies, self.jax.outputs[twin])
                 pair.__dict__.update(inputs=inputs, outputs=outputs)
                 yield pair
 

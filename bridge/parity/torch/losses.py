@@ -63,12 +63,7 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
     ValueError for a batch of another kind.
     """
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
-        got = (
-            f"{tokens.dtype} {list(tokens.shape)}"
-            if isinstance(tokens, torch.Tensor)
-            else type(tokens).__name__
-        )
-        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {got}")
+        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {_type_of(tokens)}")
     output = model(tokens[:, :-1])
     logits = getattr(output, "logits", output)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -85,11 +80,12 @@ def scalar_loss(loss: Loss, model: nn.Module, batch: Any, where: str = "") -> to
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
-        got = (
-            f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        )
-        raise ValueError(f"{where}expected the loss to be a floating-point scalar, got {got}")
+        raise ValueError(f"{where}expected the loss to be a floating-point scalar, got {_type_of(value)}")
     return value.reshape(())
+
+
+def _type_of(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}

@@ -14,12 +14,12 @@ from fractions import Fraction
 from bridge.core.sharding.policy.offload_share import offloaded
 from bridge.planning.cost.buffers import buffers_of
 from bridge.planning.cost.mesh import MeshShape
-from bridge.planning.cost.units import CutModel
+from bridge.planning.cost.units import Unit
 from bridge.planning.models.model import Model
 
 
 def in_cpu_memory(
-    model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction
+    model: Model, units: Iterable[Unit], mesh: MeshShape, runtime: str, share: Fraction
 ) -> frozenset[str]:
     """Paths of the parameters whose moments are in CPU memory."""
     if not share:
@@ -28,7 +28,7 @@ def in_cpu_memory(
         return offloaded({leaf.path: leaf.numel for leaf in model.parameters}, float(share))
     sizes: dict[str, int] = {}
     members: dict[str, list[str]] = {}
-    for unit in cut.units:
+    for unit in units:
         layer = model.layer_of(unit.path)
         name = f"{layer[0]}.*.{layer[2]}" if layer else unit.path
         for number, group in enumerate(buffers_of(unit.kind, mesh)):

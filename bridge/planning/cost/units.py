@@ -68,17 +68,13 @@ class Unit:
     kind: UnitKind
 
 
-@dataclass(frozen=True)
-class CutModel:
-    """Units in definition order, the root last."""
-
-    units: tuple[Unit, ...]
-
-
 def cut(
     model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int], prefetch: int
-) -> CutModel:
-    """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` if a pattern matches nothing."""
+) -> list[Unit]:
+    """Units in definition order, the root last, by a policy's patterns; ``model_axes``: sizes.
+
+    Raises ``PlanError`` if a pattern matches nothing.
+    """
     try:
         chosen = policy.units_of(model.modules)
     except ValueError as error:
@@ -106,7 +102,7 @@ def cut(
         units.append(Unit(path, kind))
     if runtime == "jax":
         _check_stacks(model, units)
-    return CutModel(tuple(units))
+    return units
 
 
 def _gathers(
