@@ -57,8 +57,6 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         "weights": held(state.weights.values()),
         "moments": moments,
         "counters": held(counters),
-        "gradient_program": allocated(first),
-        "update_program": allocated(update),
         "peak": max(moments + allocated(first)["total"], allocated(update)["total"]),
         "traced": [[*key, calls] for key, calls in sorted(traced.items())],
         "compiled": [[*key, calls] for key, calls in sorted(kept.items())],

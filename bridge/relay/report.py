@@ -156,9 +156,8 @@ class RelayReport(Viewed):
                     f"step {step} ({self._leg_of(step)})"
                 )
         fp32 = self.curves().fp32
-        if fp32 is not None and (
-            beyond := [stretch for stretch in fp32.departures if stretch.kind == "band"]
-        ):
+        departures = () if fp32 is None else fp32.departures
+        if beyond := [stretch for stretch in departures if stretch.kind == "band"]:
             failures.append(
                 f"loss: expected within the band of the fp32 reference's repeats, got outside from step "
                 f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by at most {beyond[0].largest:+.1e} of the loss"

@@ -254,13 +254,9 @@ class JaxSide:
         loss: Loss | None = None,
     ) -> tuple[Any, Any]:
         """The loss, and the state after it."""
+        chosen, state = loss or self._loss, instance.state if state is None else state
         try:
-            value, state = instance.run(
-                parameters,
-                instance.state if state is None else state,
-                lambda model: (loss or self._loss)(model, batch),
-                recorder,
-            )
+            value, state = instance.run(parameters, state, lambda model: chosen(model, batch), recorder)
         except Exception as error:
             raise ValueError(
                 f"the model or its loss refuses the batch ({describe(batch)}): "
@@ -317,18 +313,12 @@ def _backward(
 
     outputs_by_place, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
     _known(path, "output", cotangents, outputs_by_place)
-    gradients, input_gradients, _ = pull(
-        {
-            where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
-            for where, leaf in outputs_by_place.items()
-        }
-    )
-    return Rerun(
-        outputs,
-        recorders[-1].calls(first=1),
-        {where: np.asarray(array) for where, array in input_gradients.items()},
-        {name: np.asarray(array) for name, array in gradients.items()},
-    )
+    given = {
+        where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
+        for where, leaf in outputs_by_place.items()
+    }
+    gradients, input_gradients, _ = pull(given)
+    return Rerun(outputs, recorders[-1].calls(first=1), _values(input_gradients), _values(gradients))
 
 
 def _arguments_with(arguments: Arguments, replacements: Mapping[str, Any]) -> Arguments:

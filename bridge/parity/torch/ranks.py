@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -124,14 +125,9 @@ class Ranks:
         made = self._all_gather([(call.path, call.number) for call in calls])
         for rank, theirs in enumerate(made):
             if theirs != made[0]:
-                index = next(
-                    (n for n, pair in enumerate(zip(theirs, made[0], strict=False)) if pair[0] != pair[1]),
-                    min(len(theirs), len(made[0])),
-                )
-                names = [
-                    repr(calls_made[index][0]) if index < len(calls_made) else "none"
-                    for calls_made in (made[0], theirs)
-                ]
+                pairs = enumerate(itertools.zip_longest(made[0], theirs))
+                index, both = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+                names = ["none" if call is None else repr(call[0]) for call in both]
                 raise ValueError(
                     f"rank {rank}: expected the calls of rank 0, got another call at index {index}: {names[0]} on rank "
                     f"0, {names[1]} on rank {rank}"

@@ -295,9 +295,8 @@ class TorchSide:
         with running(model, dtype):
             optimizer = self.optimizer(model.parameters())
             for step, batch in enumerate(batches):
-                loss = scalar_loss(
-                    self.loss, model, as_tensors(batch, getattr(torch, dtype), device_of(model))
-                )
+                inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
+                loss = scalar_loss(self.loss, model, inputs)
                 losses.append(float(loss.detach()))
                 loss.backward()
                 optimizer.step()
