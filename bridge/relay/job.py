@@ -107,8 +107,7 @@ class Metrics:
 
     def add(self, step: int, loss: float, norms: Norms) -> None:
         self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
-        # The relay follows the file, and the last steps must not be lost if the rank is
-        # killed.
+        # The relay follows the file, and the last steps must not be lost if the rank is killed.
         self._file.flush()
 
 

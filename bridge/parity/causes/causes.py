@@ -186,8 +186,7 @@ def statistics_cause(
     (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)
     if rank < 2 or start.size < 3 or not fits(known @ np.array([part, kept]), ours - theirs, floor):
         return ""
-    # Least squares do not know that the count is a whole number: a count near one is the evidence
-    # for the formula.
+    # Least squares do not know that the count is a whole number: a count near one is the evidence for the formula.
     count = 1 / part + 1 if part > 0 else 0.0
     if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
         return ""

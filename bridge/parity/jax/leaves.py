@@ -124,8 +124,7 @@ def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
 
 def reveal(array: Any) -> Any:
     """The array behind a gradient's tracer. Raises ``Hidden`` for tracers without a value."""
-    # Tracers are nested, one for each gradient around the call; more than a few come from the model
-    # itself.
+    # Tracers are nested, one for each gradient around the call; more than a few come from the model itself.
     for _ in range(8):
         if not isinstance(array, jax.core.Tracer):
             return array

@@ -231,8 +231,7 @@ class Paths:
             found = [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
             return sorted(found, key=lambda known: bool(around) and not known[0].startswith(around + "/"))
 
-        # Stacks before equal modules: the first layer of a stack may also have the values of another
-        # module.
+        # Stacks before equal modules: the first layer of a stack may also have the values of another module.
         stacks = [(path, stack) for path, stack in alike(self._modules) if length_of(arrays, stack)]
         for path, stack in stacks:
             number = layer_of(arrays, stack, self._turns.get(path, 0))

@@ -54,8 +54,7 @@ class CallPair:
         for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
-            # Exact equality would leave out inputs that are slightly wrong, and these are the ones
-            # to find.
+            # Exact equality would leave out inputs that are slightly wrong, and these are the ones to find.
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(matched, name, other):
                 matched.append((name, other, way))
@@ -133,9 +132,8 @@ class CallPair:
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
 
-    The batch is recorded on creation, and both sides keep the calls for reruns. ``parameters``: torch's.
-    ``ValueError`` if the loss is
-    not finite on either side.
+    The batch is recorded on creation, and both sides keep the calls for reruns. ``parameters``: torch's. ``ValueError``
+    if the loss is not finite on either side.
     """
 
     def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str) -> None:

@@ -141,8 +141,7 @@ class Recorder:
         """Record calls. Calls in a backward, which checkpointing makes, must stay outside."""
         handles = []
         for module in self._paths:
-            # First among the hooks: the model's own hooks may change the arguments, and this is part of
-            # the call.
+            # First among the hooks: the model's own hooks may change the arguments, and this is part of the call.
             handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end, with_kwargs=True))
         try:

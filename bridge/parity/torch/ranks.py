@@ -52,8 +52,7 @@ class Ranks:
             raise ValueError(
                 "a sharded model: expected a process group on all ranks, found none; run with torchrun"
             )
-        # Objects go through gloo: NCCL would send them through GPU memory, and the default group may
-        # have no GPU.
+        # Objects go through gloo: NCCL would send them through GPU memory, and the default group may have no GPU.
         group = dist.new_group(backend="gloo")
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, _describe(batch), group)

@@ -54,8 +54,7 @@ from bridge.planning.cost.row_moments import row_moment_bytes
 
 # The default ``min_dim_size_to_factor`` of ``optax.adafactor``.
 _FACTORED_FROM = 128
-# Halves of arrays the size of a key's weights in JAX, for each moment with scales: as many as XLA:GPU
-# and XLA:CPU need.
+# Halves of arrays the size of a key's weights in JAX, for each moment with scales: as many as XLA:GPU and XLA:CPU need.
 _CONVERTED = 5
 
 
