@@ -195,7 +195,6 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
 
 
 def _described(model: Model, step: StepRequest) -> str:
-    """A step in one line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"

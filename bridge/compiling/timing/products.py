@@ -55,9 +55,8 @@ def _contraction(computation: Computation, operation: Operation) -> tuple[int, A
     if named is None:
         raise ValueError(f"product {operation.name}: expected its contracting dimensions, got none")
     contracted = [int(axis.strip(' "')) for axis in named[1].split(",") if axis.strip(' "')]
-    return 2 * operation.arrays[0].size * math.prod(left.shape[axis] for axis in contracted), _wider(
-        left, right
-    )
+    summed = math.prod(left.shape[axis] for axis in contracted)
+    return 2 * operation.arrays[0].size * summed, _wider(left, right)
 
 
 def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple[int, Array]:
@@ -72,11 +71,12 @@ def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple
     if not target.startswith("conv"):
         return 0, first
     second, result = computation.operand(operation, 1).arrays[0], operation.arrays[0]
+    arrays = first, second, result
     if "BackwardInput" in target:
-        return _convolution(operation, result, second, first), _wider(first, second)
-    if "BackwardFilter" in target:
-        return _convolution(operation, first, result, second), _wider(first, second)
-    return _convolution(operation, first, second, result), _wider(first, second)
+        arrays = result, second, first
+    elif "BackwardFilter" in target:
+        arrays = first, result, second
+    return _convolution(operation, *arrays), _wider(first, second)
 
 
 def _convolution(operation: Operation, image: Array, kernel: Array, result: Array) -> int:

@@ -166,7 +166,6 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
 
 
 def _torch_kind(nn: Any, module: Any, name: str) -> str:
-    """See ``Parameter``."""
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear):
