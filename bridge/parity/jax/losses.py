@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -60,12 +59,6 @@ def next_token(model: Any, batch: Any) -> jax.Array:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1)
     return -jnp.mean(chosen)
-
-
-def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
-    own: Any = loss
-    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe else loss
 
 
 def as_loss(loss: Loss | str | None) -> Loss:

@@ -23,12 +23,12 @@ from flax import linen, nnx
 
 from bridge.core.dtype_names import FLOATING
 from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
-from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
+from bridge.parity.jax.losses import Loss, as_batch, as_loss, probe
 from bridge.parity.jax.nnx import NnxInstance, NnxModel
 from bridge.parity.jax.recorder import Arguments, CallReplay, Entry, Recorder, argument_tree, map_arguments
 from bridge.parity.jax.run_in_dtype import settings
 from bridge.parity.jax.tree_models import FunctionInstance, FunctionModel, LinenInstance, LinenModel
-from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training, in_order
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
@@ -160,7 +160,7 @@ class JaxSide:
         """See ``Side``."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
-            inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows)
+            inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows, probe)
 
             def run(parameters: Mapping[str, Any]) -> Any:
                 return self._scalar(instance, parameters, inputs, None, loss=loss)[0]

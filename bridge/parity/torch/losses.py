@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,12 +88,6 @@ def _type_of(value: object) -> str:
 
 
 LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
-
-
-def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
-    own: Any = loss
-    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe_loss else loss
 
 
 def describe(batch: Any) -> str:

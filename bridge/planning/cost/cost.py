@@ -7,7 +7,7 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
 from bridge.planning.cost.peak_steps import StepUnit, steps_of
 from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
-from bridge.planning.cost.units import Unit, UnitKind, cut
+from bridge.planning.cost.units import UnitKind, cut
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
 from bridge.planning.models.models import resolve_models
@@ -340,11 +340,13 @@ def _exchanges(
     return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)
 
 
-def _kinds(units: Sequence[Unit], moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
+def _kinds(
+    units: Mapping[str, UnitKind], moved: Collection[str]
+) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
     """Paths of equal units, by their kind and the names in them whose moments are in CPU memory."""
     paths_by_kind: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
-    for unit in units:
-        names = (name for group in unit.kind.groups for name in group.names) if moved else ()
-        on_host = frozenset(name for name in names if f"{unit.path}.{name}".lstrip(".") in moved)
-        paths_by_kind.setdefault((unit.kind, on_host), []).append(unit.path)
+    for path, kind in units.items():
+        names = (name for group in kind.groups for name in group.names) if moved else ()
+        on_host = frozenset(name for name in names if f"{path}.{name}".lstrip(".") in moved)
+        paths_by_kind.setdefault((kind, on_host), []).append(path)
     return paths_by_kind
