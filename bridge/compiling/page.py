@@ -113,11 +113,8 @@ def _target_answer(target: str, row: TargetRow | None, estimates: Sequence[Estim
 
 
 def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
-    several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (
-            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
-        )
+        where = comparison.where(choice)
         good = True if choice.policy is not None else None if choice.unknown else False
         more = comparison.in_runtimes if good is False else ""
         yield Answer(f"{where}: {choice.answer}{more}.", good)
