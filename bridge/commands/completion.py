@@ -51,11 +51,7 @@ def casts(incomplete: str) -> _Proposals:
     pattern, equals, name = incomplete.rpartition("=")
     start = f"{pattern}=" if equals else "*="
     dtypes = [dtype_name for dtype_name, dtype in DTYPES.items() if dtype.kind in "fV"]
-    return (
-        [(start + dtype_name, "") for dtype_name in _starting(dtypes, name)]
-        if equals or not incomplete
-        else []
-    )
+    return [(start + dtype, "") for dtype in _starting(dtypes, name)] if equals or not incomplete else []
 
 
 def policies(incomplete: str) -> _Proposals:

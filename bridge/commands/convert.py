@@ -193,14 +193,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         dtype = output.dtype.name
         if output.is_cast:
             dtype = f"{output.planned.dtype.name} -> {dtype}"
-        sources = output.sources
-        origin = (
-            sources[0]
-            if len(sources) == 1
-            else f"{sources[0]} + {len(sources) - 1} more"
-            if sources
-            else "(known)"
-        )
+        first, *more = output.sources or ("(known)",)
+        origin = f"{first} + {len(more)} more" if more else first
         rows.append((output.name, dtype, str(list(output.shape)), human_bytes(output.nbytes), origin))
     print_table(out, ("tensor", "dtype", "shape", "size", "from"), rows, left=2)
     for name, (_, value) in conversion.objects.items():

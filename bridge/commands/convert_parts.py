@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from bridge.checkpoints.convert.conversion import ConvertReport
 from bridge.checkpoints.convert.plan import ConvertOptions, planned
@@ -85,20 +86,18 @@ def _on_engine(
     run: RunOptions,
     progress: Progress,
 ) -> ConvertReport:
-    from bridge.checkpoints.jobs.cluster import convert_on
+    from bridge.checkpoints.jobs.cluster import Cluster, convert_on
 
     workers = run.workers or default_workers()
+    cluster: Cluster[Any]
     if request.engine == "processes":
         from bridge.checkpoints.jobs.processes import Processes
 
-        processes = Processes(workers)
-        parts = request.count or processes.slots
-        return convert_on(
-            processes, src, dst, options, parts=parts, replace=run.replace, workers=1, progress=progress
-        )
-    from bridge.checkpoints.jobs.ray_cluster import RayCluster
+        cluster, workers = Processes(workers), 1
+    else:
+        from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
-    cluster = RayCluster(workers)
+        cluster = RayCluster(workers)
     parts = request.count or cluster.slots
     return convert_on(
         cluster, src, dst, options, parts=parts, replace=run.replace, workers=workers, progress=progress

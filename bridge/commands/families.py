@@ -20,27 +20,15 @@ def families(json: JsonOption = False) -> None:
 
     console = Console()
     tables = [load_mapping(name) for name in family_names()]
-    if json:
-        print_json(
-            console,
-            {
-                "families": [
-                    {
-                        "family": table.name,
-                        "conventions": list(table.conventions),
-                        "axes": list(table.config),
-                        "models": list(table.models),
-                    }
-                    for table in tables
-                ]
-            },
-        )
-        return
-    rows = [
-        (table.name, *(", ".join(names) for names in (table.conventions, table.config, table.models)))
-        for table in tables
+    columns = ("family", "conventions", "axes", "models")
+    cells = [
+        (table.name, list(table.conventions), list(table.config), list(table.models)) for table in tables
     ]
-    print_table(console, ("family", "conventions", "axes", "models"), rows, left=4)
+    if json:
+        print_json(console, {"families": [dict(zip(columns, row, strict=True)) for row in cells]})
+        return
+    rows = [(name, *map(", ".join, several)) for name, *several in cells]
+    print_table(console, columns, rows, left=4)
     print_line(
         console,
         "Where a family has only one of flax and jax, --into and --from accept both names for it; the same holds for "

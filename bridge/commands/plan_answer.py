@@ -56,7 +56,7 @@ class PlanAnswer:
         """The answer for machines. ``model``: its name in policy files that a search makes."""
         return {
             **document(self.comparison),
-            "compiled": [check.as_dict() for check in self.checks],
+            "compiled": self.checks,
             "search": None if self.findings is None else as_json(self.findings, model),
             "targets": None if self.steps is None else self.steps.as_dict(),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,34 +184,17 @@ def compiled_steps(
 
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
-    number = 0
+    numbers = itertools.count(1)
     if not console.is_interactive:
-
-        def line(task: Task) -> None:
-            nonlocal number
-            number += 1
-            print_line(console, f"{number} of {total}: {task}")
-
-        yield line
+        yield lambda task: print_line(console, f"{next(numbers)} of {total}: {task}")
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         shown = bar.add_task("", total=None)
-
-        def show(task: Task) -> None:
-            nonlocal number
-            number += 1
-            bar.reset(shown, description=f"{number} of {total}: {task}")
-
-        yield show
+        yield lambda task: bar.reset(shown, description=f"{next(numbers)} of {total}: {task}")
 
 
 def _described(model: Model, step: StepRequest) -> str:
-    """A step in one line."""
     work = step.workload
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"

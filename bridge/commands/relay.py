@@ -48,13 +48,11 @@ def relay(
     from bridge.relay.config import ConfigError, RelayConfig
     from bridge.relay.relay import RelayError, run
 
-    def configured() -> RelayConfig:
-        loaded = RelayConfig.load(config)
-        return loaded if repeats is None else replace(loaded, repeats=repeats)
-
     folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
     with user_errors(ConfigError, RelayError, json=json):
-        report = run(configured(), folder, Console(stderr=True))
+        loaded = RelayConfig.load(config)
+        loaded = loaded if repeats is None else replace(loaded, repeats=repeats)
+        report = run(loaded, folder, Console(stderr=True))
     console = Console()
     if json:
         print_json(console, report.as_dict())

@@ -53,10 +53,8 @@ def save(key: str, answer: dict[str, Any], texts: dict[str, str]) -> dict[str, A
     for name, text in texts.items():
         _write(programs[name], text)
     answer = {**answer, "programs": {name: str(path) for name, path in programs.items()}}
-    _write(
-        folder / f"{key}.json",
-        json.dumps({"version": VERSION, "digest": _digest(answer), "answer": answer}, indent=1) + "\n",
-    )
+    entry = {"version": VERSION, "digest": _digest(answer), "answer": answer}
+    _write(folder / f"{key}.json", json.dumps(entry, indent=1) + "\n")
     return answer
 
 

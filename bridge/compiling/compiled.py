@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.compiling.target_step import StepRequest
@@ -76,10 +76,6 @@ class CompiledCheck:
             f"{human_bytes(peak.planned)} planned, {human_bytes(peak.compiled)} compiled "
             f"({100 * (peak.planned / peak.compiled - 1):+.1f} %), both without prefetch"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 def check_compiled(

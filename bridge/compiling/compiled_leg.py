@@ -41,11 +41,8 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     gradients = runtime.make_gradients(plan, loss, microbatches)
     traced: Counter[tuple[str, str, int]] = Counter()
     for collective, calls in runtime.count_collectives(gradients, state.weights, rows).items():
-        traced[
-            _KINDS[collective.kind],
-            collective.dtype,
-            collective.size * jax.numpy.dtype(collective.dtype).itemsize,
-        ] += calls
+        nbytes = collective.size * jax.numpy.dtype(collective.dtype).itemsize
+        traced[_KINDS[collective.kind], collective.dtype, nbytes] += calls
     step = runtime.make_train_step(plan, loss, optimizer, microbatches=microbatches)
     first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
@@ -54,17 +51,12 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         kept[_KINDS.get(collective.kind, collective.kind), collective.size] += calls
 
     moments = held(jax.tree.leaves(state.opt_state))
-    counters = [
-        leaf
-        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
-        if jax.tree_util.keystr(path).endswith(CONSTANTS)
-    ]
+    leaves = jax.tree.leaves_with_path(state.opt_state)
+    counters = [leaf for path, leaf in leaves if jax.tree_util.keystr(path).endswith(CONSTANTS)]
     return {
         "weights": held(state.weights.values()),
         "moments": moments,
         "counters": held(counters),
-        "gradient_program": allocated(first),
-        "update_program": allocated(update),
         "peak": max(moments + allocated(first)["total"], allocated(update)["total"]),
         "traced": [[*key, calls] for key, calls in sorted(traced.items())],
         "compiled": [[*key, calls] for key, calls in sorted(kept.items())],

@@ -52,6 +52,8 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     first = comparison.plans[0]
     caption = "bytes at the peak of a step, and bytes that a device sends"
     headings, rows = report.overview(comparison)
+    works = comparison.workloads
+    work = works[0].of(first.model) if len(works) == 1 else f"{len(works)} workloads"
     numbers = [Block(table=(headings, rows), left=headings.index("devices"))]
     for plan in comparison.plans if len(comparison.plans) <= 2 else ():
         title = f"{plan.policy} on {plan.mesh.devices} devices, {plan.runtime}, by unit"
@@ -61,8 +63,7 @@ def comparison_page(comparison: Comparison, findings: Sequence[Finding] = ()) ->
     return render(
         "plan.html",
         title=f"Plan: {first.model.name}",
-        lead=f"{first.model.numel:,} parameters; {_workloads(comparison)} per device and step. "
-        "Planned from shapes alone.",
+        lead=f"{first.model.numel:,} parameters; {work} per device and step. Planned from shapes alone.",
         answers=list(_comparison_answers(comparison)),
         sections=[
             ("Memory and traffic", [Block(chart=inline_svg(chart(comparison), caption))]),
@@ -112,11 +113,8 @@ def _target_answer(target: str, row: TargetRow | None, estimates: Sequence[Estim
 
 
 def _comparison_answers(comparison: Comparison) -> Iterator[Answer]:
-    several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (
-            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
-        )
+        where = comparison.where(choice)
         good = True if choice.policy is not None else None if choice.unknown else False
         more = comparison.in_runtimes if good is False else ""
         yield Answer(f"{where}: {choice.answer}{more}.", good)
@@ -132,11 +130,6 @@ def _search(findings: Sequence[Finding], model: str) -> Iterator[Block]:
             yield Block(text=finding.summary(), table=(headings, rows), code=policy)
         else:
             yield Block(text=finding.summary())
-
-
-def _workloads(comparison: Comparison) -> str:
-    works = comparison.workloads
-    return works[0].of(comparison.plans[0].model) if len(works) == 1 else f"{len(works)} workloads"
 
 
 def _time_in_words(row: TargetRow, estimates: Sequence[Estimate]) -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -75,13 +76,7 @@ def memory_figure(plan: TargetPlan) -> Figure:
         )
         start = 0
         for kind, size in peak_by_kind(row).items():
-            axis.barh(
-                position,
-                size,
-                left=start,
-                height=0.55,
-                **bar_style(MEMORY_COLOURS[kind], _HATCHES.get(kind, "")),
-            )
+            axis.barh(position, size, left=start, height=0.55, **_style(MEMORY_COLOURS, kind))
             start += size
         peak = "no answer" if row.peak is None else f"{'> ' * row.exhausted}{human_bytes(row.peak)}"
         said = f"{peak} of {human_bytes(row.memory)}: {_ANSWERS[row.fits]}"
@@ -96,10 +91,7 @@ def memory_figure(plan: TargetPlan) -> Figure:
     axis.xaxis.set_major_formatter(lambda value, _: human_bytes(int(value)))
     axis.set_title("bytes of one device at the peak of a step", loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [
-        Patch(**bar_style(colour, _HATCHES.get(kind, "")), label=kind)
-        for kind, colour in MEMORY_COLOURS.items()
-    ]
+    handles = [Patch(**_style(MEMORY_COLOURS, kind), label=kind) for kind in MEMORY_COLOURS]
     handles += [Patch(facecolor="#eeeeee", hatch="//", edgecolor="#aaaaaa", label="reserve")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -151,15 +143,14 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
         fontsize="medium",
     )
     kinds = [kind for kind in TIME_COLOURS if any(span.kind == kind for span in spans)]
-    handles = [
-        Patch(
-            **bar_style(TIME_COLOURS[kind], _HATCHES.get(kind, "")),
-            label=_NAMES.get(kind, kind.replace("_", "-")),
-        )
-        for kind in kinds
-    ]
+    names = {kind: _NAMES.get(kind, kind.replace("_", "-")) for kind in kinds}
+    handles = [Patch(**_style(TIME_COLOURS, kind), label=name) for kind, name in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
+
+
+def _style(colours: Mapping[str, str], kind: str) -> dict[str, Any]:
+    return bar_style(colours[kind], _HATCHES.get(kind, ""))
 
 
 def label(row: TargetRow) -> str:

@@ -53,15 +53,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if kept is not None and "unread" not in kept:
         return {**kept, "warnings": told, "cached": True}
     host = _bytes((state.weights, state.opt_state), on_host=True)
+    gradients = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(path))
+        for path, array in lowered[0].out_info[1].items()
+    ]
     held = {
         "weights": _bytes(state.weights),
         "moments": _bytes(state.opt_state),
-        "gradients": _bytes(
-            {
-                key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.sharding(key))
-                for key, array in lowered[0].out_info[1].items()
-            }
-        ),
+        "gradients": _bytes(gradients),
         "batch": _bytes(batch),
         "variables": _bytes(state.variables),
     }
@@ -75,13 +74,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             needed = exhausted(str(error), held, name)
             if needed is None:
                 raise
-            answer = {
-                "held": held,
-                "host": host,
-                "exhausted": needed,
-                "seconds": time.monotonic() - begun,
-                "versions": used,
-            }
+            seconds = time.monotonic() - begun
+            answer = {"held": held, "host": host, "exhausted": needed, "seconds": seconds, "versions": used}
             return {**save(key, answer, {name: str(error)}), "warnings": told, "cached": False}
     seconds = time.monotonic() - begun
     memory = {name: _memory(program, name, held) for name, program in programs.items()}

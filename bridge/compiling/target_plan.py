@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,21 +92,13 @@ class TargetRow:
             return None
         return not self.exhausted and self.peak <= self.memory * (1 - self.reserve)
 
-    def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
+    def collectives(self, kinds: Collection[str]) -> tuple[int, int, float]:
         """Number per step, bytes of their full arrays, and the share of bytes during a matrix product."""
-        chosen = set(kinds)
-        known = [
-            collective
-            for collective in (self.found or {}).get("collectives", [])
-            if collective["kind"] in chosen
-        ]
-        nbytes = sum(collective["bytes"] for collective in known)
+        listed = (self.found or {}).get("collectives", [])
+        known = [collective for collective in listed if collective["kind"] in kinds]
+        times, nbytes = (sum(collective[key] for collective in known) for key in ("times", "bytes"))
         overlapped = sum(collective["bytes"] for collective in known if collective["overlaps"])
-        return (
-            sum(collective["times"] for collective in known),
-            nbytes,
-            overlapped / nbytes if nbytes else 0.0,
-        )
+        return times, nbytes, overlapped / nbytes if nbytes else 0.0
 
     @property
     def unread(self) -> str | None:

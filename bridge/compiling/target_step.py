@@ -95,9 +95,8 @@ class StepRequest:
         """Arrays for all data ranks and microbatches."""
         jax = framework("jax")
         parts = plan.data_ranks * self.workload.microbatches
-        arrays = self.batch or {
-            "tokens": BatchArray((self.workload.batch, self.workload.length + 1), "int32")
-        }
+        tokens = BatchArray((self.workload.batch, self.workload.length + 1), "int32")
+        arrays = self.batch or {"tokens": tokens}
         rows = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
         return {
             name: jax.ShapeDtypeStruct(

@@ -170,9 +170,8 @@ def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
 def wide_share(time: StepTime) -> float:
     """The share of products' operations with float32 factors."""
     total = sum(time.flops.values())
-    return (
-        sum(count for dtype, count in time.flops.items() if dtype.startswith("f32")) / total if total else 0.0
-    )
+    wide = sum(count for dtype, count in time.flops.items() if dtype.startswith("f32"))
+    return wide / total if total else 0.0
 
 
 def parse_efficiency(text: str) -> Efficiency:
@@ -195,7 +194,7 @@ def parse_efficiency(text: str) -> Efficiency:
 
 
 def _sum(parts: Sequence[StepTime]) -> StepTime:
-    flops: Counter[str] = Counter()
+    flops = Counter[str]()
     for part in parts:
         flops.update(part.flops)
     kinds = ("products", "memory", "exposed", "communication", "product_peak")

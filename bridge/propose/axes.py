@@ -65,11 +65,8 @@ class Fit:
             others = [dim[0] for dim in part.dims]
             torch, flax = (others, dims) if whole.family.leaf == "kernel" else (dims, others)
             wanted = [*torch[2:], *torch[1:2], *torch[:1]] if turned and len(torch) > 1 else torch
-            order, twin = (
-                [x for product in products for x in product if x not in INDEX_NAMES]
-                for products in (wanted, flax)
-            )
-            if order != twin:
+            order, twin = (itertools.chain.from_iterable(products) for products in (wanted, flax))
+            if [x for x in order if x not in INDEX_NAMES] != [x for x in twin if x not in INDEX_NAMES]:
                 return False
         return True
 
@@ -196,10 +193,8 @@ def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[
         left = [k for k in range(len(names_a)) if k not in chosen]
         if any(a.numbers[k] != tuple(range(len(a.numbers[k]))) for k in left):
             continue
-        yield (
-            {name: names_a[k] for name, k in zip(names_b, chosen, strict=True)},
-            tuple(names_a[k] for k in left),
-        )
+        twins = {name: names_a[k] for name, k in zip(names_b, chosen, strict=True)}
+        yield twins, tuple(names_a[k] for k in left)
 
 
 def align(

@@ -71,19 +71,14 @@ def _series(families: Sequence[Family]) -> Iterator[_Series]:
     for by_number in layers.values():
         kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for number, layer in sorted(by_number.items()):
-            kinds.setdefault(
-                tuple(sorted((word, len(sizes)) for word, (_, sizes) in layer.items())), []
-            ).append(number)
+            kind = tuple(sorted((word, len(sizes)) for word, (_, sizes) in layer.items()))
+            kinds.setdefault(kind, []).append(number)
         for alike in kinds.values():
             chosen = [by_number[number] for number in alike]
             if len(chosen) > 1:
-                yield _Series(
-                    tuple(alike),
-                    tuple(
-                        tuple(sorted((word, sizes) for word, (_, sizes) in pair.items())) for pair in chosen
-                    ),
-                    tuple(tuple(name for name, _ in pair.values()) for pair in chosen),
-                )
+                tensors = (((word, sizes) for word, (_, sizes) in layer.items()) for layer in chosen)
+                names = tuple(tuple(name for name, _ in layer.values()) for layer in chosen)
+                yield _Series(tuple(alike), tuple(tuple(sorted(layer)) for layer in tensors), names)
 
 
 def _ranked(families: Sequence[Family], ranks: Mapping[str, str]) -> list[Family]:

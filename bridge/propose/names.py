@@ -9,6 +9,7 @@ layers/7/attention/query/kernel          family layers/{i}/attention/query/kerne
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from collections import Counter
@@ -93,10 +94,7 @@ class Family:
     @property
     def complete(self) -> bool:
         """Whether every combination of numbers occurs."""
-        count = 1
-        for numbers in self.numbers:
-            count *= len(numbers)
-        return count == len(self.members)
+        return math.prod(map(len, self.numbers)) == len(self.members)
 
 
 def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bool = False) -> list[Family]:
@@ -117,9 +115,8 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
             # Numbers with different shapes are not a family: each tensor is a separate family.
             for numbers, info in members.items():
                 parts = filled(pattern, numbers)
-                by_pattern.append(
-                    Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1])
-                )
+                words = _words_of(parts, present)
+                by_pattern.append(Family(separator.join(parts), {(): info}, words, parts[-1]))
         else:
             words = _words_of(pattern, present)
             by_pattern.append(Family(separator.join(pattern), members, words, pattern[-1]))
@@ -170,9 +167,9 @@ def _own_words(part: str, present: Set[str]) -> list[str]:
     if attention is not None:
         if attention[1]:
             return ["query", "key", "value", attention[1]]
-        return (
-            [_LETTERS[attention[2]], "weight"] if attention[2] else [_LETTERS[attention[5]], "extra", "bias"]
-        )
+        if attention[2]:
+            return [_LETTERS[attention[2]], "weight"]
+        return [_LETTERS[attention[5]], "extra", "bias"]
     if recurrent is None:
         return []
     words = [recurrent[1], _READS[recurrent[2]]]

@@ -67,9 +67,8 @@ class Proposal:
 
     @property
     def doubts(self) -> int:
-        return sum(len(rule.doubts) for rule in self.rules) + sum(
-            bool(state_place.doubt) for state_place in self.places
-        )
+        uncertain_places = sum(bool(place.doubt) for place in self.places)
+        return sum(len(rule.doubts) for rule in self.rules) + uncertain_places
 
     @property
     def certain(self) -> bool:
@@ -126,13 +125,10 @@ def propose(
         places = Places(), Places()
         if rules:
             keys = conventions(reader_a.format, reader_b.format)
-            mapping = parse_mapping(
-                render(reader_a, reader_b, rules, left_a, left_b, namer, drop=drop), "proposed"
-            )
-            places = (
-                places_in(reader_a, mapping, keys[0], place_a),
-                places_in(reader_b, mapping, keys[1], place_b),
-            )
+            plain = render(reader_a, reader_b, rules, left_a, left_b, namer, drop=drop)
+            mapping = parse_mapping(plain, "proposed")
+            place_of_a = places_in(reader_a, mapping, keys[0], place_a)
+            places = place_of_a, places_in(reader_b, mapping, keys[1], place_b)
         text = render(reader_a, reader_b, rules, left_a, left_b, namer, places, drop)
         return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b, places)
 
@@ -176,8 +172,10 @@ class _Matcher:
         self._fits: dict[tuple[str, str], list[Fit]] = {}
         self._partners_of_a: dict[str, list[Family]] = {}
         self._partners_of_b: dict[str, list[Family]] = {}
+        self._pairs: list[tuple[Family, Family]] = []
         for x, y in comparable(a, b):
             if pair_fits := fits(x, y):
+                self._pairs.append((x, y))
                 self._fits[x.path, y.path] = pair_fits
                 self._partners_of_a.setdefault(x.path, []).append(y)
                 self._partners_of_b.setdefault(y.path, []).append(x)
@@ -188,10 +186,9 @@ class _Matcher:
     def run(self) -> list[_Choice]:
         """All pairs; each family is in at most one."""
         choices = self._fused_by_name()
-        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
-        ranked = [(by_path[0][path_a], by_path[1][path_b]) for path_a, path_b in self._fits]
-        ranked.sort(key=lambda pair: (not self._agree(*pair), -similarity(pair[0].words, pair[1].words)))
-        for x, y in ranked:
+        for x, y in sorted(
+            self._pairs, key=lambda pair: (not self._agree(*pair), -similarity(pair[0].words, pair[1].words))
+        ):
             if x.path not in self._free_a or y.path not in self._free_b:
                 continue
             likeness, rivals = similarity(x.words, y.words), self._rivals(x, y)
@@ -202,9 +199,8 @@ class _Matcher:
             ordered = any(word.startswith(BY_ORDER) for word in x.words & y.words)
             only = any(word.startswith(BY_SIZES) for word in x.words & y.words)
             if rivals and not only and not self._same_name(x, y):
-                doubts.append(
-                    f"by {'order' if ordered else 'name'} only: {first_of(rivals)} would fit as well"
-                )
+                source = "order" if ordered else "name"
+                doubts.append(f"by {source} only: {first_of(rivals)} would fit as well")
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
             choices.append(self._take(fit, doubts))
@@ -247,9 +243,7 @@ class _Matcher:
             verdicts = [self._evidence.verdict(fit) for fit in candidates]
             agreed = "agree" in verdicts
             if agreed:
-                candidates = [
-                    f for f, verdict in zip(candidates, verdicts, strict=True) if verdict == "agree"
-                ]
+                candidates = [fit for fit in candidates if self._evidence.agrees(fit)]
             elif "same" in verdicts:
                 doubts.append("all sampled elements are equal, which settles nothing")
             elif "unreadable" in verdicts:
@@ -280,16 +274,10 @@ class _Matcher:
     def _usual_turns(self) -> dict[tuple[str, str], bool]:
         """For each pair of tensor kinds, whether axes are transposed between them if shapes leave no choice."""
         votes: dict[tuple[str, str], Counter[bool]] = {}
-        by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
-        for (path_a, path_b), pair_fits in self._fits.items():
-            x, y = by_path[0][path_a], by_path[1][path_b]
-            if (
-                similarity(x.words, y.words) > 0.5
-                and len(pair_fits) == 1
-                and len(x.shape) > 1
-                and len(y.shape) > 1
-            ):
-                votes.setdefault((x.leaf, y.leaf), Counter())[bool(pair_fits[0].turned)] += 1
+        for x, y in self._pairs:
+            first, *others = self._fits[x.path, y.path]
+            if not others and min(len(x.shape), len(y.shape)) > 1 and similarity(x.words, y.words) > 0.5:
+                votes.setdefault((x.leaf, y.leaf), Counter())[bool(first.turned)] += 1
         return {leaves: count.most_common(1)[0][0] for leaves, count in votes.items()}
 
     def _fused_by_name(self) -> list[_Choice]:
@@ -318,10 +306,9 @@ class _Matcher:
 
     def _parts(self, whole: Family, names: Sequence[str], turned: bool) -> list[Family | None]:
         free = self._free_a if turned else self._free_b
-        pairs = zip(names, parts_named(self._a if turned else self._b, names), strict=True)
-        return [
-            most_alike(whole, name, [part for part in parts if part.path in free]) for name, parts in pairs
-        ]
+        every = parts_named(self._a if turned else self._b, names)
+        still_free = [[part for part in parts if part.path in free] for parts in every]
+        return [most_alike(whole, name, parts) for name, parts in zip(names, still_free, strict=True)]
 
     def _likeness(self, whole: Family, names: Sequence[str], turned: bool) -> float:
         pairs = zip(names, self._parts(whole, names, turned), strict=True)
@@ -334,9 +321,8 @@ class _Matcher:
     ) -> list[str]:
         """Families that fit as well as the chosen parts, and whose names are as similar."""
         left = []
-        for name, part, others in zip(
-            names, chosen, parts_named(self._a if turned else self._b, names), strict=True
-        ):
+        every = parts_named(self._a if turned else self._b, names)
+        for name, part, others in zip(names, chosen, every, strict=True):
             near = similarity(part.words, wanted := as_part(whole, name))
             alike = (other for other in others if other is not part and other.shape == part.shape)
             left += [other.path for other in alike if similarity(other.words, wanted) >= near]
@@ -379,8 +365,7 @@ class _Matcher:
                 ]
                 if len(several) == 1:
                     choice = self._take_fused(several[0], "names")
-                    doubts = ("by shape only", *choice.doubts)
-                    choices.append(replace(choice, doubts=doubts))
+                    choices.append(replace(choice, doubts=("by shape only", *choice.doubts)))
         return choices
 
 

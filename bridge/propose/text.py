@@ -130,12 +130,9 @@ class Namer:
         for word in ("query", "key", "value", "gate", "up"):
             if word in family.words:
                 return word
-        parts = [
-            part
-            for part in re.findall(r"[A-Za-z]\w*", family.path)
-            if part not in ("weight", "kernel", "bias")
-        ]
-        return parts[-1] if parts else "part"
+        parts = re.findall(r"[A-Za-z]\w*", family.path)
+        named = [part for part in parts if part not in ("weight", "kernel", "bias")]
+        return named[-1] if named else "part"
 
 
 @dataclass(frozen=True)
@@ -153,11 +150,11 @@ class ProposedRule:
     def of(cls, fit: Fit, doubts: Sequence[str], namer: Namer) -> Self:
         """The rule of a fit."""
         names = namer.names(fit)
-        sides = [
+        a, b = (
             tuple(entry.path if fit.plain else entry_text(entry, names) for entry in side)
             for side in (fit.a, fit.b)
-        ]
-        return cls(sides[0], sides[1], tuple(doubts), fit, names)
+        )
+        return cls(a, b, tuple(doubts), fit, names)
 
     @property
     def short(self) -> str:

@@ -42,9 +42,10 @@ def _next(rules: Sequence[ProposedRule]) -> tuple[int, ProposedRule] | None:
             if set(values) != numbers[side, where]
         }
         paths = [text.partition(" : ")[0] for text in (*rule.a, *rule.b)]
-        if any(
-            len(values) > 1 or not all(index in path for path in paths) for index, values in uneven.items()
-        ):
+        written = (
+            len(values) == 1 and all(index in path for path in paths) for index, values in uneven.items()
+        )
+        if not all(written):
             return position, replace(rule, optional=True)
         if uneven:
             return position, _written(rule, {index: number for index, (number,) in uneven.items()})

@@ -213,12 +213,8 @@ class Leg:
     offload: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(
-            self.framework in FRAMEWORKS,
-            "[[leg]] framework",
-            f"one of {', '.join(FRAMEWORKS)}",
-            self.framework,
-        )
+        frameworks = f"one of {', '.join(FRAMEWORKS)}"
+        _require(self.framework in FRAMEWORKS, "[[leg]] framework", frameworks, self.framework)
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
         for name, dtypes in (("moments", MOMENTS), ("precision", PRECISIONS)):
@@ -238,10 +234,9 @@ class Leg:
             value = getattr(self, name)
             legal = value in allowed or (value is None and name == "precision")
             _require(legal, f"[[leg]] {name}", f"one of {', '.join(allowed)}", value)
-        known = self.granularity is None or (
-            isinstance(self.granularity, str) and re.fullmatch(GRANULARITY, self.granularity)
-        )
-        _require(bool(known), "[[leg]] granularity", "row, block(n) or tensor", self.granularity)
+        cut = self.granularity
+        known = cut is None or (isinstance(cut, str) and re.fullmatch(GRANULARITY, cut) is not None)
+        _require(known, "[[leg]] granularity", "row, block(n) or tensor", cut)
 
     @staticmethod
     def of_json(table: Mapping[str, Any]) -> Leg:

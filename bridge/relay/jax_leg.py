@@ -37,7 +37,7 @@ from jax_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 
 def run(job: Job) -> None:
-    plan, leg = _plan(job), job.leg
+    plan, leg, data = _plan(job), job.leg, job.data
     corpus = Corpus.of_standard_library()
     options = job.optimizer
     optimizer = main_weight_adamw(
@@ -56,9 +56,7 @@ def run(job: Job) -> None:
     step_fn = make_train_step(plan, _loss, optimizer, microbatches=leg.microbatches)
     metrics, mapping = Metrics(job), load_mapping("decoder")
     for step in range(start, start + leg.steps):
-        batch = corpus.global_batch(
-            seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
-        )
+        batch = corpus.global_batch(seed=data.seed, step=step, batch=data.batch, length=data.length)
         state, measured = step_fn(state, jnp.asarray(batch))
         norms = _norms(plan, state, mapping, with_moments=leg.moments == "float32")
         metrics.add(step, float(measured["loss"]), norms)

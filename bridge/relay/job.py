@@ -74,15 +74,9 @@ class Job:
 
 def train_state(job: Job, corpus: Corpus, step: int) -> dict[str, Any]:
     """The ``train`` tree of a checkpoint after ``step`` steps: the next batch is number ``position``."""
-    return {
-        "step": step,
-        "data": {
-            "seed": job.data.seed,
-            "position": step,
-            "corpus_sha256": np.frombuffer(corpus.sha256, np.uint8),
-        },
-        "model": job.model.as_train_state(),
-    }
+    text = np.frombuffer(corpus.sha256, np.uint8)
+    data = {"seed": job.data.seed, "position": step, "corpus_sha256": text}
+    return {"step": step, "data": data, "model": job.model.as_train_state()}
 
 
 def resume_position(job: Job, corpus: Corpus, train: Mapping[str, Any]) -> int:
@@ -113,8 +107,7 @@ class Metrics:
 
     def add(self, step: int, loss: float, norms: Norms) -> None:
         self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
-        # The relay follows the file, and the last steps must not be lost if the rank is
-        # killed.
+        # The relay follows the file, and the last steps must not be lost if the rank is killed.
         self._file.flush()
 
 

@@ -54,15 +54,10 @@ def command(job: Job) -> list[str]:
 
 def command_of_references(references: Sequence[Reference]) -> list[str]:
     """The command line of all references, one after another in one process."""
-    arguments = (
-        (str(_file_of(reference.job)), reference.dtype, str(reference.repeat)) for reference in references
-    )
-    return [
-        sys.executable,
-        "-m",
-        "bridge.relay.torch_reference",
-        *(word for each in arguments for word in each),
-    ]
+    arguments = [sys.executable, "-m", "bridge.relay.torch_reference"]
+    for reference in references:
+        arguments += [str(_file_of(reference.job)), reference.dtype, str(reference.repeat)]
+    return arguments
 
 
 def _file_of(job: Job) -> Path:
@@ -73,9 +68,8 @@ def environment(processes: int) -> dict[str, str]:
     """A leg's environment, with the machine's cores divided among its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {**os.environ, **parent_variables()}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
+    path = [str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path).rstrip(os.pathsep)
     env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
     return env
 

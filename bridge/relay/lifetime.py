@@ -35,8 +35,7 @@ def end_with_parent(number: signal.Signals) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # After the request: a parent that ended in between is detected here, and a parent that ends later
-    # sends the signal.
+    # After the request: a parent that ended in between is detected here, and a parent that ends later sends the signal.
     if os.getppid() != int(parent):
         raise RuntimeError(f"expected process {parent}, which started this process, to run, but it has ended")
 

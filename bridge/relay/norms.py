@@ -72,13 +72,11 @@ def _torch_name(path: str, mapping: MappingTable) -> str:
 
 def distances(norms: Norms, reference: Norms) -> dict[str, dict[str, float]]:
     """``|a - b| / b`` of each norm; infinite for NaN, for 0 against another norm and for a name that one side lacks."""
-    return {
-        norm_kind: {
-            name: _distance(norms.get(norm_kind, {}).get(name), reference.get(norm_kind, {}).get(name))
-            for name in {**reference.get(norm_kind, {}), **norms.get(norm_kind, {})}
-        }
-        for norm_kind in KINDS
-    }
+    far: dict[str, dict[str, float]] = {}
+    for norm_kind in KINDS:
+        own, its = norms.get(norm_kind, {}), reference.get(norm_kind, {})
+        far[norm_kind] = {name: _distance(own.get(name), its.get(name)) for name in {**its, **own}}
+    return far
 
 
 def _distance(a: float | None, b: float | None) -> float:

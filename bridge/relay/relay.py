@@ -90,12 +90,8 @@ def run(config: RelayConfig, out: Path, console: Console | None = None) -> Relay
 def _require_frameworks(config: RelayConfig) -> None:
     # The references that every leg is compared with run in PyTorch, so a relay of JAX legs alone needs it as well.
     needed = dict.fromkeys(["torch", *(leg.framework for leg in config.legs)])
-    absent = [
-        module
-        for framework in needed
-        for module in FRAMEWORKS[framework]
-        if importlib.util.find_spec(module) is None
-    ]
+    modules = [module for framework in needed for module in FRAMEWORKS[framework]]
+    absent = [module for module in modules if importlib.util.find_spec(module) is None]
     if absent:
         raise RelayError(
             f"a relay runs PyTorch and JAX, but {' and '.join(absent)} cannot be imported: "
@@ -179,11 +175,8 @@ class _Runner:
         except LegError as error:
             raise RelayError(f"{titles[len(done) - 1]} failed: {error}") from error
         assert start.destination is not None
-        return start.destination, [
-            self._read_measurements(reference.job)
-            for reference in titled.values()
-            if reference.job is not start
-        ]
+        jobs = [reference.job for reference in titled.values()]
+        return start.destination, [self._read_measurements(job) for job in jobs if job is not start]
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
         """All legs in order, each starting from the previous one."""
@@ -246,16 +239,9 @@ class _Runner:
             raise RelayError(f"{title} failed: {error}") from error
         seconds = time.perf_counter() - started
         done(f"{difference.total.max_ulp} ULP, {seconds:.1f} s")
-        return Hop(
-            str(source),
-            str(destination),
-            len(difference.tensors),
-            difference.total.max_ulp,
-            difference.same,
-            folder_bytes(source),
-            folder_bytes(destination),
-            seconds,
-        )
+        found = len(difference.tensors), difference.total.max_ulp, difference.same
+        sizes = folder_bytes(source), folder_bytes(destination)
+        return Hop(str(source), str(destination), *found, *sizes, seconds)
 
     def _start(self, title: str, total: int) -> tuple[TaskID, Callable[[str], None]]:
         task = self.progress.add_task(title, total=total, note="")

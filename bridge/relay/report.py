@@ -58,12 +58,6 @@ class LegResult:
     norms: tuple[Norms, ...] = ()
 
 
-def relative_differences(losses: list[float], reference: list[float]) -> list[float]:
-    """``|a - b| / |b|`` for each step; infinite where a loss is NaN."""
-    distances = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
-    return [math.inf if math.isnan(distance) else distance for distance in distances]
-
-
 @dataclass(frozen=True, repr=False)
 class RelayReport(Viewed):
     """Everything a relay measured. Losses are means over the global batch, before the step's update.
@@ -86,14 +80,14 @@ class RelayReport(Viewed):
         return [loss for leg in self.legs for loss in leg.losses]
 
     def differences(self, which: str) -> list[float]:
-        """Relative loss difference by step: ``relay_fp32``, ``relay_fp64`` or ``fp32_fp64`` (between references)."""
-        fp32, fp64 = list(self.reference_fp32), list(self.reference_fp64)
-        pairs = {
-            "relay_fp32": (self.losses, fp32),
-            "relay_fp64": (self.losses, fp64),
-            "fp32_fp64": (fp32, fp64),
-        }
-        return relative_differences(*pairs[which])
+        """Relative loss difference by step: ``relay_fp32``, ``relay_fp64`` or ``fp32_fp64`` (between references).
+
+        ``|a - b| / |b|``; infinite where a loss is NaN.
+        """
+        runs = {"relay": self.losses, "fp32": self.reference_fp32, "fp64": self.reference_fp64}
+        pairs = zip(*(runs[name] for name in which.split("_")), strict=True)
+        relative = (abs(a - b) / abs(b) for a, b in pairs)
+        return [math.inf if math.isnan(difference) else difference for difference in relative]
 
     @property
     def all_fp32(self) -> bool:
@@ -162,9 +156,8 @@ class RelayReport(Viewed):
                     f"step {step} ({self._leg_of(step)})"
                 )
         fp32 = self.curves().fp32
-        if fp32 is not None and (
-            beyond := [stretch for stretch in fp32.departures if stretch.kind == "band"]
-        ):
+        departures = () if fp32 is None else fp32.departures
+        if beyond := [stretch for stretch in departures if stretch.kind == "band"]:
             failures.append(
                 f"loss: expected within the band of the fp32 reference's repeats, got outside from step "
                 f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by at most {beyond[0].largest:+.1e} of the loss"
@@ -231,13 +224,8 @@ class RelayReport(Viewed):
     def as_dict(self) -> dict[str, Any]:
         differences = {name: self.differences(name) for name in ("relay_fp32", "relay_fp64", "fp32_fp64")}
         # The norms themselves are in the metrics files.
-        bare = dataclasses.replace(
-            self,
-            legs=tuple(dataclasses.replace(leg, norms=()) for leg in self.legs),
-            norms_fp32=(),
-            norms_fp64=(),
-        )
-        kept = dataclasses.asdict(bare)
+        legs = tuple(dataclasses.replace(leg, norms=()) for leg in self.legs)
+        kept = dataclasses.asdict(dataclasses.replace(self, legs=legs, norms_fp32=(), norms_fp64=()))
         for table in (kept, *kept["legs"]):
             for name in ("norms", "norms_fp32", "norms_fp64"):
                 table.pop(name, None)

@@ -36,10 +36,11 @@ def run(job: Job) -> None:
 
 
 def _train(job: Job, device: torch.device) -> None:
-    rank, world, leg = dist.get_rank(), dist.get_world_size(), job.leg
+    rank, world = dist.get_rank(), dist.get_world_size()
+    leg, data = job.leg, job.data
     corpus = Corpus.of_standard_library()
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
-    model.init_weights(job.data.seed)
+    model.init_weights(data.seed)
     sharding = leg.sharding
     # Ranks along model axes, which are innermost, get the same rows.
     alike = world // sharding.data_ranks(world)
@@ -57,9 +58,7 @@ def _train(job: Job, device: torch.device) -> None:
     start = resume_position(job, corpus, load_checkpoint(job.source, model, optimizer, moments="convert"))
     metrics = Metrics(job) if rank == 0 else None
     for step in range(start, start + leg.steps):
-        batch = corpus.global_batch(
-            seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
-        )
+        batch = corpus.global_batch(seed=data.seed, step=step, batch=data.batch, length=data.length)
         own = torch.from_numpy(rank_slice(batch, rank // alike, world // alike)).long().to(device)
         mean = torch.zeros((), dtype=torch.float64, device=device)
         for number, part in enumerate(own.chunk(leg.microbatches)):

@@ -59,8 +59,7 @@ def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
         if repeat:
-            # Keyed by both, so that each repeat has another order in each step, and a second relay the
-            # same orders.
+            # Keyed by both, so that each repeat has another order in each step, and a second relay the same orders.
             rows = np.random.default_rng([repeat, step]).permutation(rows)
         batch = torch.from_numpy(rows).long()
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])

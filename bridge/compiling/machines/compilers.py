@@ -86,24 +86,17 @@ def devices_of(target: Target) -> list[Any]:
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
+    platform = "cuda" if target.platform == "gpu" else "tpu"
+    # A v4 chip has two cores, which act as one device.
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.kind == "v4" else {}
     try:
-        if target.platform == "tpu":
-            # A v4 chip has two cores, which act as one device.
-            chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}
-            topology = topologies.get_topology_desc(
-                platform="tpu", topology_name=target.topology, **chip
-            ).devices
-        else:
+        if platform == "cuda":
             from jax._src import xla_bridge
 
             # JAX looks for plugins when it first needs a device; a topology does not need one.
             xla_bridge.discover_pjrt_plugins()
-            topology = topologies.get_topology_desc(
-                platform="cuda",
-                topology_name=target.topology,
-                topology=target.topology,
-                target_config=CARDS[target.kind].proto(),
-            ).devices
+            options = {"topology": target.topology, "target_config": CARDS[target.kind].proto()}
+        topology = topologies.get_topology_desc(target.topology, platform, **options).devices
     except JaxRuntimeError as error:
         if "lockfile" in str(error):
             raise

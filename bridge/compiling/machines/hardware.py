@@ -39,7 +39,7 @@ class Torus:
     def rings(self, sizes: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of ``sizes`` chips are rings."""
         whole = tuple(size % self.ring == 0 for size in sizes)
-        return tuple(all(whole) for _ in sizes) if self.cubes else whole
+        return (all(whole),) * len(sizes) if self.cubes else whole
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ def settings(folder: str, libraries: list[Path]) -> dict[str, str]:
 
     Empty if this libtpu does not know these flags: it refuses to start with an unknown flag.
     """
-    library = next(
-        (file for library in libraries for file in Path(library, "libtpu").glob("libtpu*.so")), None
-    )
+    files = (file for place in libraries for file in Path(place, "libtpu").glob("libtpu*.so"))
+    library = next(files, None)
     if library is None or not _knows_flags(library):
         return {}
     flags = " ".join(f"--{name}={value or folder}" for name, value in _FLAGS.items())

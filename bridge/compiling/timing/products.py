@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from bridge.core.hlo.text import Array, Computation, Module, Operation
 
@@ -54,9 +55,8 @@ def _contraction(computation: Computation, operation: Operation) -> tuple[int, A
     if named is None:
         raise ValueError(f"product {operation.name}: expected its contracting dimensions, got none")
     contracted = [int(axis.strip(' "')) for axis in named[1].split(",") if axis.strip(' "')]
-    return 2 * operation.arrays[0].size * math.prod(left.shape[axis] for axis in contracted), _wider(
-        left, right
-    )
+    summed = math.prod(left.shape[axis] for axis in contracted)
+    return 2 * operation.arrays[0].size * summed, _wider(left, right)
 
 
 def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple[int, Array]:
@@ -71,11 +71,12 @@ def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple
     if not target.startswith("conv"):
         return 0, first
     second, result = computation.operand(operation, 1).arrays[0], operation.arrays[0]
+    arrays = first, second, result
     if "BackwardInput" in target:
-        return _convolution(operation, result, second, first), _wider(first, second)
-    if "BackwardFilter" in target:
-        return _convolution(operation, first, result, second), _wider(first, second)
-    return _convolution(operation, first, second, result), _wider(first, second)
+        arrays = result, second, first
+    elif "BackwardFilter" in target:
+        arrays = first, result, second
+    return _convolution(operation, *arrays), _wider(first, second)
 
 
 def _convolution(operation: Operation, image: Array, kernel: Array, result: Array) -> int:
@@ -94,13 +95,11 @@ def _convolution(operation: Operation, image: Array, kernel: Array, result: Arra
     places = 1
     for number, axis in enumerate(sorted(name for name in axes[0] if name.isdigit())):
         places *= _met(
-            axes[0][axis],
-            axes[1][axis],
-            axes[2][axis],
-            stride=_of_axis(window.get("stride"), number, 1)[0],
-            pad=_of_axis(window.get("pad"), number, 0)[0],
-            image_dilation=_of_axis(window.get("lhs_dilate"), number, 1)[0],
-            kernel_dilation=_of_axis(window.get("rhs_dilate"), number, 1)[0],
+            *(sizes[axis] for sizes in axes),
+            stride=_of_axis(window.get("stride", ()), number, 1),
+            pad=_of_axis(window.get("pad", ()), number, 0),
+            image_dilation=_of_axis(window.get("lhs_dilate", ()), number, 1),
+            kernel_dilation=_of_axis(window.get("rhs_dilate", ()), number, 1),
         )
     return 2 * axes[2]["b"] * axes[2]["f"] * axes[1]["i"] * places
 
@@ -130,10 +129,9 @@ def _window(attributes: str) -> dict[str, list[str]]:
     return {key: value.split("x") for key, value in pairs}
 
 
-def _of_axis(values: list[str] | None, axis: int, default: int) -> list[int]:
-    if values is None or axis >= len(values):
-        return [default]
-    return [int(value) for value in values[axis].split("_")]
+def _of_axis(values: Sequence[str], axis: int, default: int) -> int:
+    """The number of an axis, such as 2 in "2" and in "2_1", the padding before and after it."""
+    return int(values[axis].partition("_")[0]) if axis < len(values) else default
 
 
 def _wider(left: Array, right: Array) -> Array:

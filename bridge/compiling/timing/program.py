@@ -74,17 +74,15 @@ class Program:
         total: Counter[str] = Counter()
         for step, times in _each(self.steps, 1):
             if isinstance(step, Work):
-                for dtype, count in step.flops.items():
-                    total[dtype] += times * count
+                total.update({dtype: times * count for dtype, count in step.flops.items()})
         return total
 
     @property
     def bytes(self) -> int:
         """Bytes of memory traffic, without collectives."""
         works = (times * step.bytes for step, times in _each(self.steps, 1) if isinstance(step, Work))
-        return sum(works) + sum(
-            times * transfer.bytes for transfer, times in self.transfers if transfer.kind == COPY
-        )
+        copies = (times * transfer.bytes for transfer, times in self.transfers if transfer.kind == COPY)
+        return sum(works) + sum(copies)
 
     @property
     def transfers(self) -> list[tuple[Transfer, int]]:

@@ -41,16 +41,14 @@ def traffic(module: Module, computation: Computation, operation: Operation) -> i
         # cuBLAS and cuDNN have scratch memory as their last result.
         results = results[: max(1, len(results) - 1)]
     if operation.op in _SLICES:
-        return _hbm(results) + sum(
-            _capped(array, results[0].size) for array in _operand(computation, operation, 0)
-        )
+        sliced = _operand(computation, operation, 0)
+        return _hbm(results) + sum(_capped(array, results[0].size) for array in sliced)
     if operation.op == "dynamic-update-slice":
         update = _operand(computation, operation, 1)
         written = sum(array.size for array in update)
         return _hbm(update) + sum(_capped(array, written) for array in results)
-    return _hbm(results) + sum(
-        _hbm(_operand(computation, operation, index)) for index in range(len(operation.operands))
-    )
+    operands = (_operand(computation, operation, index) for index in range(len(operation.operands)))
+    return _hbm(results) + sum(map(_hbm, operands))
 
 
 def _is_transfer(operation: Operation) -> bool:

@@ -51,8 +51,7 @@ class StepTime:
 
     ``products``: operations whose matrix products take longest. ``memory``: operations whose memory traffic does.
     ``exposed``: waiting for transfers. ``communication``: all transfers between devices, exposed or not; not a part of
-    the total.
-    ``flops``: of matrix products on one device, by class; ``product_peak``: seconds of these at their peaks.
+    the total. ``flops``: of matrix products on one device, by class; ``product_peak``: seconds of these at their peaks.
     """
 
     products: float

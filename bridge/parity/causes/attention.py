@@ -290,8 +290,7 @@ def minimum(error: Callable[[float], float], low: float, high: float, points: in
         golden = (math.sqrt(5) - 1) / 2
         inner = [right - golden * (right - left), left + golden * (right - left)]
         at = [error(x) for x in inner]
-        # Forty golden sections narrow a step of the grid to 4e-9 of it, below what float32
-        # constants move.
+        # Forty golden sections narrow a step of the grid to 4e-9 of it, below what float32 constants move.
         for _ in range(40):
             if at[0] <= at[1]:
                 right, inner, at = inner[1], [0.0, inner[0]], [0.0, at[0]]

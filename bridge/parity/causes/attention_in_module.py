@@ -88,18 +88,15 @@ def _mixings(
     if x.ndim < 2 or not inner.pairs:
         return
     length = x.shape[0] if x.ndim == 2 else x.shape[1]
-    last = len(inner.pairs) - 1
-    for name, other, _ in inner.pairs[last].inputs[:1]:
-        if other in inner_inputs.get(last, {}):
-            mixed = inner.pairs[last].torch.inputs[name], inner_inputs[last][other]
-            if all(
-                _same_inputs(child, inner_inputs.get(index)) for index, child in enumerate(inner.pairs[:last])
-            ):
-                yield from _sides(pair, inner.pairs[:last], *mixed, length)
+    *before, last = inner.pairs
+    given = inner_inputs.get(len(before), {})
+    if not all(_same_inputs(child, inner_inputs.get(index)) for index, child in enumerate(before)):
+        return
+    for name, other, _ in last.inputs[:1]:
+        if other in given:
+            yield from _sides(pair, before, last.torch.inputs[name], given[other], length)
     for name, other, _ in pair.outputs[:1]:
-        if other in jax_outputs and all(
-            _same_inputs(child, inner_inputs.get(index)) for index, child in enumerate(inner.pairs)
-        ):
+        if other in jax_outputs and _same_inputs(last, inner_inputs.get(len(before))):
             yield from _sides(pair, inner.pairs, pair.torch.outputs[name], jax_outputs[other], length)
 
 
@@ -250,10 +247,8 @@ def _masks(side: _Mixing) -> Iterator[tuple[str, np.ndarray]]:
             mask = mask[None, None]
         elif mask.ndim == 3:
             mask = mask[:, None]
-        if mask.shape[2] not in (1, *range(side.length, mask.shape[2] + 1)) or mask.shape[0] not in (
-            1,
-            batch,
-        ):
+        enough = mask.shape[2] == 1 or mask.shape[2] >= side.length
+        if not enough or mask.shape[0] not in (1, batch):
             continue
         mask = mask[..., : side.length, :keys]
         yield name, mask.astype(np.float64) if mask.dtype.kind == "f" and np.min(mask) < 0 else mask != 0

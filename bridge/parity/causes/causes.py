@@ -8,7 +8,7 @@ tried as a rearrangement of its twin. No cause is named that leaves more than th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -46,26 +46,24 @@ def module_cause(
 ) -> str:
     """Why a module's outputs differ when the module runs alone.
 
-    ``found``: JAX's outputs on torch's inputs. ``given``: by index in ``inner.pairs``, what JAX gave to the modules
+    ``jax_outputs``: on torch's inputs. ``inner_inputs``: by index in ``inner.pairs``, what JAX gave to the modules
     inside. ``floors``: absolute, by output leaf. ``parameters``: the torch module's own, by last name.
     """
     for name, other, way in pair.outputs:
         if other not in jax_outputs:
             continue
-        torch = way.to_jax(pair.torch.outputs[name])
+        torch, jax = way.to_jax(pair.torch.outputs[name]), jax_outputs[other]
         if torch.dtype.kind in "iub" or torch.size > LARGEST:
             continue
         floor = floors.get(other, 0.0)
-        if distance(torch, jax_outputs[other]).absolute <= FACTOR * floor:
+        if distance(torch, jax).absolute <= FACTOR * floor:
             continue
-        cause = _multiple(torch, jax_outputs[other], floor) or _offset(
-            torch, jax_outputs[other], floor, parameters
-        )
-        cause = cause or _norm(pair, name, torch, jax_outputs[other], floor, parameters)
+        cause = _multiple(torch, jax, floor) or _offset(torch, jax, floor, parameters)
+        cause = cause or _norm(pair, name, torch, jax, floor, parameters)
         if cause:
             return cause
         for words, candidate in rearranged(torch):
-            if fits(candidate, jax_outputs[other], floor):
+            if fits(candidate, jax, floor):
                 return f"JAX's output is torch's, {words}"
     return _activation(inner, inner_inputs) or attention_in_module(pair, inner, jax_outputs, inner_inputs)
 
@@ -80,13 +78,9 @@ def _norm(
     x = inputs[0].astype(np.float64)
     weight = None if weight is None else weight.astype(np.float64)
     bias = parameters.get("bias", parameters.get("beta"))
-    formulas = list(norms(x, weight, None if bias is None else bias.astype(np.float64)))
-    return _both(
-        [(words, value.reshape(torch.shape)) for words, value in formulas if value.size == torch.size],
-        torch,
-        jax,
-        floor,
-    )
+    formulas = norms(x, weight, None if bias is None else bias.astype(np.float64))
+    shaped = ((words, value.reshape(torch.shape)) for words, value in formulas if value.size == torch.size)
+    return _both(shaped, torch, jax, floor)
 
 
 def _activation(inner: Children, inner_inputs: Mapping[int, Leaves]) -> str:
@@ -103,19 +97,15 @@ def _activation(inner: Children, inner_inputs: Mapping[int, Leaves]) -> str:
                 for leaf, _, twin in earlier.outputs[:1]
                 if twin.to_jax(earlier.torch.outputs[leaf]).size == theirs.size
             ]
-            for first, second in _sources(before):
+            sources: list[tuple[np.ndarray, np.ndarray | None]] = [(last, None) for last in before[-1:]]
+            if len(before) >= 2:
+                sources.insert(0, (before[-2], before[-1]))
+            for first, second in sources:
                 floor = NEAR * float(np.linalg.norm(theirs))
-                cause = _both(list(activated(first, second)), theirs, ours, floor)
+                cause = _both(activated(first, second), theirs, ours, floor)
                 if cause:
                     return cause
     return ""
-
-
-def _sources(before: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    if len(before) >= 2:
-        yield before[-2], before[-1]
-    if before:
-        yield before[-1], None
 
 
 def _both(
@@ -196,8 +186,7 @@ def statistics_cause(
     (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)
     if rank < 2 or start.size < 3 or not fits(known @ np.array([part, kept]), ours - theirs, floor):
         return ""
-    # Least squares do not know that the count is a whole number: a count near one is the evidence
-    # for the formula.
+    # Least squares do not know that the count is a whole number: a count near one is the evidence for the formula.
     count = 1 / part + 1 if part > 0 else 0.0
     if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
         return ""

@@ -189,8 +189,7 @@ def attention(
     seen = _mask(formula, inputs, rows, *scores.shape[2:])
     if seen is None:
         return None
-    # Not -inf: a row that sees no key would be NaN. With both frameworks' masks it is a mean of
-    # all values.
+    # Not -inf: a row that sees no key would be NaN. With both frameworks' masks it is a mean of all values.
     scores = np.where(seen, scores, -1e30) if seen.dtype == bool else scores + seen
     axis = {"heads": 1, "queries": 2, "keys": 3}[formula.softmax]
     weights = np.exp(scores - scores.max(axis, keepdims=True))

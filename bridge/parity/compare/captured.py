@@ -158,14 +158,9 @@ def _check_batches(torch: TraceSide, jax: TraceSide) -> None:
         theirs = dict(zip(ours, theirs.values(), strict=True))
     for name in ours.keys() & theirs.keys():
         torch_array, jax_array = ours[name], theirs[name]
-        if torch_array.shape != jax_array.shape or not np.array_equal(
-            torch_array.astype(np.float64), jax_array.astype(np.float64), equal_nan=True
-        ):
-            what = (
-                f"shapes {torch_array.shape} and {jax_array.shape}"
-                if torch_array.shape != jax_array.shape
-                else "different values"
-            )
+        if not np.array_equal(torch_array.astype(np.float64), jax_array.astype(np.float64), equal_nan=True):
+            shapes = f"shapes {torch_array.shape} and {jax_array.shape}"
+            what = "different values" if torch_array.shape == jax_array.shape else shapes
             raise TraceError(
                 f"{torch.path}, {jax.path}: expected traces of one batch, got {what} in {name or 'its array'}; capture "
                 "both sides with the same arrays"

@@ -75,7 +75,13 @@ def parity(
         raise ValueError(f"scale: expected a number above 0, got {scale}")
     torch, jax = sides_of(torch_model, jax_model, loss, torch_optimizer, jax_optimizer)
     if loss in (None, "probe") and not _is_side(torch_model) and not _is_side(jax_model):
-        torch, jax = _with_probes(torch, jax, batch, torch_model, jax_model, torch_optimizer, jax_optimizer)
+        # Both losses multiply the same outputs by the same numbers. Imported here for the same reason as the sides.
+        from bridge.parity.jax.losses import probe
+        from bridge.parity.torch.losses import probe_loss
+
+        ours, theirs = matched_probes(torch, jax, batch)
+        losses = partial(probe_loss, numbers=ours), partial(probe, numbers=theirs)
+        torch, jax = sides_of(torch_model, jax_model, losses, torch_optimizer, jax_optimizer)
     table = mapping_table(mapping, axes)
     assert table is not None
     config = config if config is not None else getattr(torch_model, "config", None)
@@ -88,10 +94,10 @@ def parity(
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=say
         )
-        if self_test and say is not None:
-            say("self-test: typical faults, one at a time")
         revealed: tuple[Revealed, ...] = ()
         if self_test:
+            if say is not None:
+                say("self-test: typical faults, one at a time")
             # Imported here, not at the top: traces are also compared where torch is not installed.
             from bridge.parity.torch.self_test import plant_faults
 
@@ -118,11 +124,8 @@ def _weights_for(
             twins = {name: own for name, own in relation.sources.items() if name not in relation.jax_buffers}
             matrices -= {n for name in relation.jax_buffers for n in relation.sources.get(name, ())}
             torch.load(_scaled(torch.weights(), scale, matrices))
-            jax.load(
-                _scaled(
-                    jax.weights(), scale, {name for name, own in twins.items() if matrices.issuperset(own)}
-                )
-            )
+            jax_matrices = {name for name, own in twins.items() if matrices.issuperset(own)}
+            jax.load(_scaled(jax.weights(), scale, jax_matrices))
         yield
     finally:
         if weights == "jax" or scale is not None:
@@ -157,18 +160,6 @@ def sides_of(
 
         jax = JaxSide(jax_model, jax_loss, optimizer=jax_optimizer)
     return torch, jax
-
-
-def _with_probes(
-    torch: Side, jax: Side, batch: Any, torch_model: Any, jax_model: Any, *optimizers: Any
-) -> tuple[Side, Side]:
-    """Sides whose losses multiply the same outputs by the same numbers."""
-    from bridge.parity.jax.losses import probe
-    from bridge.parity.torch.losses import probe_loss
-
-    ours, theirs = matched_probes(torch, jax, batch)
-    losses = partial(probe_loss, numbers=ours), partial(probe, numbers=theirs)
-    return sides_of(torch_model, jax_model, losses, *optimizers)
 
 
 def _is_side(model: Any) -> bool:

@@ -106,10 +106,8 @@ class RunFile:
     def losses(self) -> Any:
         """The loss as ``parity`` takes it."""
         if isinstance(self.loss, tuple):
-            return tuple(
-                resolve(path, f"[loss] {side}")
-                for path, side in zip(self.loss, ("torch", "jax"), strict=True)
-            )
+            sides = zip(self.loss, ("torch", "jax"), strict=True)
+            return tuple(resolve(path, f"[loss] {side}") for path, side in sides)
         return self.loss
 
     def arrays(self) -> Any:

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 SPREAD_WINDOWS = 4
-"""The spread at a step is pooled over this many windows: with few repeats
-alone, the spread itself is noise."""
+"""The spread at a step is pooled over this many windows: with few repeats alone, the spread itself is noise."""
 
 PARTS = 3
 """The correlation of the noise is estimated in this many parts of the curve."""
@@ -132,8 +131,7 @@ def _parts(
 def _window_sums(values: np.ndarray, length: int) -> np.ndarray:
     """Sums of ``length`` consecutive values, ``[n - length + 1]``.
 
-    Composed of sums of 1, 2, 4, ... values: differences of running sums would lose a small spread behind a large
-    one.
+    Composed of sums of 1, 2, 4, ... values: differences of running sums would lose a small spread behind a large one.
     """
     total = np.zeros(len(values) - length + 1)
     done, size = 0, 1

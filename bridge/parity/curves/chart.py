@@ -57,17 +57,8 @@ def curves_figure(
     return figure
 
 
-def save_picture(
-    path: Path,
-    curves: Curves,
-    departures: Sequence[Departure],
-    noise: Noise | None,
-    *,
-    title: str,
-    metric: str,
-) -> None:
-    """Write ``curves_figure`` in the format of the path's suffix. ``MetricsError`` if matplotlib lacks the format."""
-    figure = curves_figure(curves, departures, noise, title=title, metric=metric)
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the path's suffix. ``MetricsError`` if matplotlib lacks the format."""
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise MetricsError(f"picture {path}: expected a name that ends in .{', .'.join(sorted(known))}")

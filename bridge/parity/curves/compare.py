@@ -134,13 +134,11 @@ class _Curves:
         self._keep(band.mean_a, band.mean_b, band.spread, half)
         self.noise = band.noise
         allowed = np.abs(relative) <= rtol
-        return [
-            departure
-            for sign in (1, -1)
-            for departure in self._departures(
-                "band", relative, (sign * band.ratio > band.noise.critical) & ~allowed, band.noise.window
-            )
-        ]
+        departures = []
+        for sign in (1, -1):
+            beyond = (sign * band.ratio > band.noise.critical) & ~allowed
+            departures += self._departures("band", relative, beyond, band.noise.window)
+        return departures
 
     def _keep(self, mean_a: np.ndarray, mean_b: np.ndarray, spread: np.ndarray, half: np.ndarray) -> None:
         self.lines[:, self.usable] = mean_a, mean_b, spread, half

@@ -41,7 +41,7 @@ def is_event_file(path: Path) -> bool:
 
 
 def read_events(path: Path, points: Collected) -> None:
-    """Add all scalars of one event file to ``found``.
+    """Add all scalars of one event file to ``points``.
 
     An incomplete last record is skipped with a warning. Raises ``MetricsError`` for a wrong checksum or message.
     """

@@ -74,8 +74,7 @@ def _is_csv(path: Path) -> bool:
     if path.suffix in (".jsonl", ".json"):
         return False
     with path.open("rb") as file:
-        # Files of Windows programs may have a byte order mark and blank lines before the first
-        # brace.
+        # Files of Windows programs may have a byte order mark and blank lines before the first brace.
         return not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
 
 

@@ -69,11 +69,7 @@ class CurvesReport(Viewed):
         with np.errstate(all="ignore"):
             band = curves.half / np.abs(curves.mean_a)
         for k in sorted({*map(int, evenly), *map(int, starts)}):
-            kinds = [
-                departure.kind
-                for departure in self.departures
-                if departure.first <= steps[k] <= departure.last
-            ]
+            kinds = {stretch.kind for stretch in self.departures if stretch.first <= steps[k] <= stretch.last}
             verdict = "within" if not kinds else "not finite" if "not finite" in kinds else "beyond"
             shown = (f"{curves.mean_a[k]:.6g}", f"{curves.mean_b[k]:.6g}", _percent(relative[k], sign=True))
             rows.append((verdict, str(steps[k]), *shown, _percent(band[k])))
@@ -115,11 +111,10 @@ class CurvesReport(Viewed):
         """
         if (reason := why_no_pictures()) is not None:
             raise MetricsError(reason)
-        from bridge.parity.curves.chart import save_picture
+        from bridge.parity.curves.chart import curves_figure, save_picture
 
-        save_picture(
-            Path(path), self.curves, self.departures, self.noise, title=self.verdict, metric=self.metric
-        )
+        drawn = self.curves, self.departures, self.noise
+        save_picture(curves_figure(*drawn, title=self.verdict, metric=self.metric), Path(path))
 
 
 def _percent(value: float, sign: bool = False) -> str:

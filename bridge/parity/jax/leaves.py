@@ -124,8 +124,7 @@ def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
 
 def reveal(array: Any) -> Any:
     """The array behind a gradient's tracer. Raises ``Hidden`` for tracers without a value."""
-    # Tracers are nested, one for each gradient around the call; more than a few come from the model
-    # itself.
+    # Tracers are nested, one for each gradient around the call; more than a few come from the model itself.
     for _ in range(8):
         if not isinstance(array, jax.core.Tracer):
             return array
@@ -177,22 +176,14 @@ def on_host(tree: Any) -> Any:
 
 def describe(batch: Any) -> str:
     """The leaves of a batch with shape and dtype, for messages."""
-    by_place = leaves(batch)
-    return (
-        ", ".join(f"{where or 'batch'} {x.dtype}{list(x.shape)}" for where, x in by_place.items())
-        or "no arrays"
-    )
-
-
-def key_name(path: tuple[Any, ...]) -> str:
-    """Keys of a pytree's leaf joined by slashes."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    named = [f"{where or 'batch'} {x.dtype}{list(x.shape)}" for where, x in leaves(batch).items()]
+    return ", ".join(named) or "no arrays"
 
 
 def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
     """Leaves of a pytree with the keys above them, joined by slashes."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield key_name(path), leaf
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def below(path: str, *names: Any) -> str:
@@ -220,8 +211,7 @@ def equal(arrays: Arrays, others: Arrays, layer: int | None = None) -> bool:
         return False
     for name, array in arrays.items():
         other = reveal(others[name])
-        mine, theirs = np.asarray(reveal(array)), np.asarray(other if layer is None else other[layer])
-        if mine.shape != theirs.shape or not np.array_equal(mine, theirs, equal_nan=True):
+        if not np.array_equal(reveal(array), other if layer is None else other[layer], equal_nan=True):
             return False
     return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.parity.jax.leaves import describe, is_floating, leaves, map_leaves
-from bridge.parity.recorded.recording import in_rows, probe_values
+from bridge.parity.recorded.recording import call_model, in_rows, probe_values
 
 Loss = Callable[[Any, Any], Any]
 
@@ -25,15 +24,6 @@ def as_batch(batch: Any, dtype: str) -> Any:
         return jnp.asarray(array, np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else None)
 
     return map_leaves(leaf, batch)
-
-
-def call_model(model: Any, batch: Any) -> Any:
-    """The model's output: ``model(x)`` for an array, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
 
 
 def probe(
@@ -69,12 +59,6 @@ def next_token(model: Any, batch: Any) -> jax.Array:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1)
     return -jnp.mean(chosen)
-
-
-def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
-    own: Any = loss
-    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe else loss
 
 
 def as_loss(loss: Loss | str | None) -> Loss:

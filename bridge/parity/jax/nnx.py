@@ -79,9 +79,8 @@ class NnxModel:
     @property
     def left_out(self) -> Sequence[str]:
         kept = nnx.to_flat_state(nnx.state(self.module, nnx.Any(*_NOT_COMPARED)))
-        return (
-            [f"JAX's {', '.join(sorted({type(variable).__name__ for _, variable in kept}))}"] if kept else []
-        )
+        kinds = sorted({type(variable).__name__ for _, variable in kept})
+        return [f"JAX's {', '.join(kinds)}"] if kinds else []
 
     def load(self, weights: Mapping[str, Any]) -> None:
         for path, variable in parameters_of(self.module).items():
@@ -227,27 +226,20 @@ class Paths:
     def _recognized(self, module: Any, around: str) -> str | None:
         arrays = variables_of(module)
 
-        def nearest(candidate: tuple[str, Arrays]) -> bool:
-            """Candidates inside the running call come first."""
-            return bool(around) and not candidate[0].startswith(around + "/")
-
         def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
-            return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
+            """Modules of the same class, those inside the running call first."""
+            found = [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
+            return sorted(found, key=lambda known: bool(around) and not known[0].startswith(around + "/"))
 
-        # Stacks before equal modules: the first layer of a stack may also have the values of another
-        # module.
-        stacks = sorted(
-            (candidate for candidate in alike(self._modules) if length_of(arrays, candidate[1])), key=nearest
-        )
+        # Stacks before equal modules: the first layer of a stack may also have the values of another module.
+        stacks = [(path, stack) for path, stack in alike(self._modules) if length_of(arrays, stack)]
         for path, stack in stacks:
             number = layer_of(arrays, stack, self._turns.get(path, 0))
             if number is not None:
                 return self._layer_path(path, number, around, length_of(arrays, stack))
-        same = sorted(
-            (candidate for candidate in alike(self._own) if equal(arrays, candidate[1])), key=nearest
-        )
+        same = [path for path, others in alike(self._own) if equal(arrays, others)]
         if same and (arrays or len(same) == 1):
-            return same[0][0]
+            return same[0]
         if stacks:
             # Its parameters were changed before the call, such as to another dtype.
             path, stack = stacks[0]

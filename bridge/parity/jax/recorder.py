@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -102,50 +102,6 @@ class CallReplay(Protocol):
         """Call the module once more; ``recorder`` notes the module's own call first, then the calls inside."""
 
 
-class Adapter(Protocol):
-    """The interface of ``JaxSide`` to one kind of model.
-
-    ``python_modules``: names of the Python modules that define the model. ``left_out``: as in ``Side``.
-    """
-
-    python_modules: list[str]
-
-    @property
-    def left_out(self) -> Sequence[str]: ...
-
-    def weights(self) -> dict[str, Any]:
-        """Parameters by path."""
-
-    def buffers(self) -> dict[str, Any]:
-        """Arrays of numbers that are not parameters, by path."""
-
-    def load(self, weights: Mapping[str, Any]) -> None:
-        """Set all parameters and some buffers; names and shapes are already checked."""
-
-    def instance(self, dtype: str) -> Instance:
-        """A copy for one run in ``dtype``, on the host; called within the run's settings."""
-
-
-class Instance(Protocol):
-    """A copy of a model for one run.
-
-    ``parameters``: by path. ``tree``: parameters and everything without a gradient, in the model's structure.
-    ``state``: a pytree of everything else that changes.
-    """
-
-    parameters: dict[str, Any]
-    tree: Any
-    state: Any
-
-    def run(
-        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
-    ) -> tuple[Any, Any]:
-        """``loss(model)`` and the state after it; ``recorder`` notes the calls."""
-
-    def buffers(self, state: Any) -> dict[str, Any]:
-        """The buffers of a state, named like the model's."""
-
-
 @dataclass
 class Entry:
     """One call. ``outputs`` is None while the call runs, and for calls whose output has no value."""
@@ -160,6 +116,11 @@ class Entry:
     outputs: Leaves | None = None
     heads: Heads = ((), ())
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
+
+    def call(self, parent: int | None) -> Call:
+        """The call as a part of the record, with the number of the call around it there."""
+        own = self.path, self.number, self.kind
+        return Call(*own, self.inputs, self.outputs or {}, self.gradients, parent, self.heads)
 
 
 class Recorder:
@@ -254,16 +215,4 @@ class Recorder:
                 above = self.entries[above].parent
             return None if above is None else index[above]
 
-        return [
-            Call(
-                path=(entry := self.entries[n]).path,
-                number=entry.number,
-                kind=entry.kind,
-                inputs=entry.inputs,
-                outputs=entry.outputs or {},
-                gradients=entry.gradients,
-                parent=parent(n),
-                heads=entry.heads,
-            )
-            for n in kept
-        ]
+        return [self.entries[n].call(parent(n)) for n in kept]

@@ -122,16 +122,11 @@ def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     for module in {id(owner): owner for owner in [jnp, *map(sys.modules.get, modules)] if owner}.values():
         names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
         changes += [(module, name, jnp.float64) for name in names]
-    functions = {
-        name: function for name, function in vars(jax.random).items() if _takes_a_dtype(name, function)
-    }
-    changes += [(jax.random, name, _drawn_in_float32(function)) for name, function in functions.items()]
+    for owner in (jax.random, jnp, jax.lax, jax.nn):
+        wrapped = _drawn_in_float32 if owner is jax.random else _with_float64
+        functions = [(name, value) for name, value in vars(owner).items() if _takes_a_dtype(name, value)]
+        changes += [(owner, name, wrapped(function)) for name, function in functions]
     changes.append((jax.random, "bernoulli", _with_float32_chance(jax.random.bernoulli)))
-    for owner in (jnp, jax.lax, jax.nn):
-        functions = {
-            name: function for name, function in vars(owner).items() if _takes_a_dtype(name, function)
-        }
-        changes += [(owner, name, _with_float64(function)) for name, function in functions.items()]
     for array_type in (jax.core.Tracer, type(jnp.zeros(()))):
         changes.append((array_type, "astype", _with_float64(vars(array_type)["astype"])))
     return changes

@@ -19,29 +19,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 from bridge.core.dtype_names import FLOATING
 from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
-from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
-from bridge.parity.jax.nnx import NnxModel
-from bridge.parity.jax.recorder import (
-    Adapter,
-    Arguments,
-    CallReplay,
-    Entry,
-    Instance,
-    Recorder,
-    argument_tree,
-    map_arguments,
-)
+from bridge.parity.jax.losses import Loss, as_batch, as_loss, probe
+from bridge.parity.jax.nnx import NnxInstance, NnxModel
+from bridge.parity.jax.recorder import Arguments, CallReplay, Entry, Recorder, argument_tree, map_arguments
 from bridge.parity.jax.run_in_dtype import settings
-from bridge.parity.jax.tree_models import FunctionModel, LinenModel, is_linen
-from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.jax.tree_models import FunctionInstance, FunctionModel, LinenInstance, LinenModel
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training, in_order
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
 """Bytes of weights above which saving memory is worth the time to compile operations again."""
+
+
+Adapter = NnxModel | LinenModel | FunctionModel
+"""One kind of model. ``load`` gets checked names and shapes; ``instance`` is called within the run's settings."""
+Instance = NnxInstance | LinenInstance | FunctionInstance
+"""A copy for one run. ``tree``: parameters and everything without a gradient, in the model's structure.
+
+``state``: a pytree of everything else that changes. ``run``: ``loss(model)``, and the state after it.
+"""
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -50,7 +50,7 @@ def adapter_of(model: Any) -> Adapter:
         return NnxModel(model)
     if isinstance(model, tuple) and len(model) == 2:
         first, second = model
-        if is_linen(first):
+        if isinstance(first, linen.Module):
             return LinenModel(first, second)
         if callable(first):
             return FunctionModel(first, second)
@@ -160,7 +160,7 @@ class JaxSide:
         """See ``Side``."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
-            inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows)
+            inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows, probe)
 
             def run(parameters: Mapping[str, Any]) -> Any:
                 return self._scalar(instance, parameters, inputs, None, loss=loss)[0]
@@ -254,13 +254,9 @@ class JaxSide:
         loss: Loss | None = None,
     ) -> tuple[Any, Any]:
         """The loss, and the state after it."""
+        chosen, state = loss or self._loss, instance.state if state is None else state
         try:
-            value, state = instance.run(
-                parameters,
-                instance.state if state is None else state,
-                lambda model: (loss or self._loss)(model, batch),
-                recorder,
-            )
+            value, state = instance.run(parameters, state, lambda model: chosen(model, batch), recorder)
         except Exception as error:
             raise ValueError(
                 f"the model or its loss refuses the batch ({describe(batch)}): "
@@ -317,18 +313,12 @@ def _backward(
 
     outputs_by_place, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
     _known(path, "output", cotangents, outputs_by_place)
-    gradients, input_gradients, _ = pull(
-        {
-            where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
-            for where, leaf in outputs_by_place.items()
-        }
-    )
-    return Rerun(
-        outputs,
-        recorders[-1].calls(first=1),
-        {where: np.asarray(array) for where, array in input_gradients.items()},
-        {name: np.asarray(array) for name, array in gradients.items()},
-    )
+    given = {
+        where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
+        for where, leaf in outputs_by_place.items()
+    }
+    gradients, input_gradients, _ = pull(given)
+    return Rerun(outputs, recorders[-1].calls(first=1), _values(input_gradients), _values(gradients))
 
 
 def _arguments_with(arguments: Arguments, replacements: Mapping[str, Any]) -> Arguments:

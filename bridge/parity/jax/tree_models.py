@@ -106,11 +106,6 @@ class FunctionReplay(CallReplay):
 _SOWN = "intermediates"
 
 
-def is_linen(value: Any) -> bool:
-    """Whether ``value`` is a linen module."""
-    return isinstance(value, linen.Module)
-
-
 class LinenModel:
     """``variables``: a dict with ``params``; other collections change between steps, and are restored after a run."""
 
@@ -159,7 +154,7 @@ def _dtype_interceptor(dtype: str) -> Callable[..., Any]:
         # Within ``apply`` all modules are copies.
         for field in dataclasses.fields(context.module):
             old = getattr(context.module, field.name, None)
-            if field.name not in ("parent", "name") and not is_linen(old):
+            if field.name not in ("parent", "name") and not isinstance(old, linen.Module):
                 new = change_dtypes(old, dtype, field.name)
                 if new is not old:
                     object.__setattr__(context.module, field.name, new)

@@ -46,16 +46,10 @@ class ArrayReader(ComputedReader):
         self.format = "orbax" if separator == "/" else "dcp"
         self.path: Path | str = where
         self._arrays = arrays
-        self.tensors = {
-            name: TensorInfo(
-                name,
-                tuple(name.split("/")) if separator == "/" else (name,),
-                array.shape,
-                array.dtype,
-                (Box.whole(array.shape),),
-            )
-            for name, array in arrays.items()
-        }
+        self.tensors = {}
+        for name, array in arrays.items():
+            path = tuple(name.split("/")) if separator == "/" else (name,)
+            self.tensors[name] = TensorInfo(name, path, array.shape, array.dtype, (Box.whole(array.shape),))
         self.objects: Mapping[str, object] = {}
         self.object_paths: Mapping[str, TreePath] = {}
 

@@ -16,7 +16,8 @@ effect shows in the module around them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.parity.partners.weight_map import Key, WeightMap
@@ -69,21 +70,13 @@ def pair_modules(
     edges = weights.edges
     left = _owned(torch_paths, {key for key, _ in edges}, ".")
     right = _owned(jax_paths, {key for _, key in edges}, "/")
-    image: dict[Key, set[Key]] = {}
+    image: defaultdict[Key, set[Key]] = defaultdict(set)
+    back: defaultdict[Key, set[Key]] = defaultdict(set)
     for key, other in edges:
-        image.setdefault(key, set()).add(other)
-    back: dict[Key, set[Key]] = {}
-    for key, other in edges:
-        back.setdefault(other, set()).add(key)
-    by_keys: dict[frozenset[Key], list[str]] = {}
-    for path in jax_paths:
-        if right[path] and path not in chosen.values():
-            by_keys.setdefault(right[path], []).append(path)
-    groups: dict[frozenset[Key], list[str]] = {}
-    for path in torch_paths:
-        if left[path] and path not in chosen:
-            groups.setdefault(left[path], []).append(path)
-    for keys, paths in groups.items():
+        image[key].add(other)
+        back[other].add(key)
+    by_keys = _grouped(right, set(chosen.values()))
+    for keys, paths in _grouped(left, chosen).items():
         partners = frozenset(twin for key in keys for twin in image[key])
         if frozenset(key for twin in partners for key in back[twin]) != keys:
             continue
@@ -91,13 +84,21 @@ def pair_modules(
         twins = sorted(by_keys.get(partners, []), key=len, reverse=True)
         for path, partner in zip(sorted(paths, key=len, reverse=True), twins, strict=False):
             chosen[path] = partner
-    order = {path: number for number, path in enumerate(torch_paths)}
-    pairs = [ModulePair(path, other, order[path]) for path, other in chosen.items()]
+    pairs = [ModulePair(path, other, torch_paths.index(path)) for path, other in chosen.items()]
     return Modules(
         tuple(sorted(pairs, key=lambda pair: pair.order)),
         tuple(path for path in torch_paths if path not in chosen),
         tuple(path for path in jax_paths if path not in chosen.values()),
     )
+
+
+def _grouped(owned: Mapping[str, frozenset[Key]], chosen: Container[str]) -> dict[frozenset[Key], list[str]]:
+    """The paths that own something and have no partner yet, by the keys that they own."""
+    groups: dict[frozenset[Key], list[str]] = {}
+    for path, keys in owned.items():
+        if keys and path not in chosen:
+            groups.setdefault(keys, []).append(path)
+    return groups
 
 
 def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[str, frozenset[Key]]:

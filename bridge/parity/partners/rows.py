@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,10 +13,7 @@ from bridge.parity.recorded.distance import FACTOR, Distance, distance
 Stage = Literal[
     "weights", "forward", "precision", "buffers", "loss", "backward", "gradients", "update", "steps"
 ]
-STAGES: tuple[Stage, ...] = (
-    *("weights", "forward", "precision", "buffers", "loss"),
-    *("backward", "gradients", "update", "steps"),
-)
+STAGES: tuple[Stage, ...] = get_args(Stage)
 BUFFER = "buffer"
 """``Row.kind`` of a buffer; buffers appear among the parameters before and after training."""
 Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]

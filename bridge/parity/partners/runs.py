@@ -54,8 +54,7 @@ class CallPair:
         for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
-            # Exact equality would leave out inputs that are slightly wrong, and these are the ones
-            # to find.
+            # Exact equality would leave out inputs that are slightly wrong, and these are the ones to find.
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(matched, name, other):
                 matched.append((name, other, way))
@@ -86,14 +85,10 @@ class CallPair:
             for instead in ways[: len(self.known) + 1] if way.doubt or self.known else ():
                 pair, inputs = replace(self), [*self.inputs]
                 inputs[number] = name, other, instead
-                outputs = [
-                    (
-                        leaf,
-                        twin,
-                        _like(instead, lies, self.jax.outputs[twin]) if lies.moves == way.moves else lies,
-                    )
-                    for leaf, twin, lies in self.outputs
-                ]
+                outputs = [*self.outputs]
+                for place, (leaf, twin, lies) in enumerate(self.outputs):
+                    if lies.moves == way.moves:
+                        outputs[place] = leaf, twin, _like(instead, lies, self.jax.outputs[twin])
                 pair.__dict__.update(inputs=inputs, outputs=outputs)
                 yield pair
 
@@ -137,9 +132,8 @@ class CallPair:
 class Runs:
     """Both sides' runs in float64 and in the compute dtype, on one batch.
 
-    The batch is recorded on creation, and both sides keep the calls for reruns. ``parameters``: torch's.
-    ``ValueError`` if the loss is
-    not finite on either side.
+    The batch is recorded on creation, and both sides keep the calls for reruns. ``parameters``: torch's. ``ValueError``
+    if the loss is not finite on either side.
     """
 
     def __init__(self, torch: Side, jax: Side, batch: Any, dtype: str) -> None:

@@ -199,8 +199,9 @@ class WeightMap:
         by_weight = LazyLeaves(
             {weights[name]: name for name in leaves if name in weights}, leaves.__getitem__
         )
-        translated = self._translated(by_weight, source[0], target[0].convention.name, gradients)
-        return translated.renamed(target[1])
+        reader = self._reader(by_weight, source[0])
+        views = self._views(by_weight, source[0], target[0].convention.name, -1 if gradients else 1)
+        return LazyLeaves(views, lambda view: view.read(reader, Box.whole(view.shape))).renamed(target[1])
 
     def parts_to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[Key, np.ndarray]:
         """Values of some torch parameters, as the JAX parameters or layers of stacks that they complete."""
@@ -252,22 +253,13 @@ class WeightMap:
         """
         orders: list[Order] = []
         for axis in (1, 0):
-            numbers = np.broadcast_to(
-                np.arange(shape[axis]).reshape((-1, 1) if axis == 0 else (1, -1)), shape
-            )
+            numbers = np.broadcast_to(np.indices(shape, sparse=True)[axis], shape)
             try:
                 parts = self.parts_to_jax({name: np.ascontiguousarray(numbers)})
             except MappingError:
                 return None, None
             orders.append(_order(list(parts.values()), shape[axis]))
         return orders[0], orders[1]
-
-    def _translated(
-        self, leaves: Leaves, source: SourceTree, target: str, gradients: bool
-    ) -> LazyLeaves[View]:
-        reader = self._reader(leaves, source)
-        views = self._views(leaves, source, target, -1 if gradients else 1)
-        return LazyLeaves(views, lambda view: view.read(reader, Box.whole(view.shape)))
 
     def _reader(self, leaves: Leaves, source: SourceTree) -> ArrayReader:
         return ArrayReader(leaves, source.convention.separator, f"the {source.convention.name} parameters")
@@ -277,17 +269,16 @@ class WeightMap:
         name, reader = source.convention.name, self._reader(leaves, source)
         axes = known_sizes(reader, self.mapping)
         index = NameIndex(self.mapping.rules, name)
-        members: dict[int, dict[str, str]] = {}
+        members: dict[int, dict[str, TensorInfo]] = {}
         for weight in leaves:
             for rule in index.rules_of(weight)[:1]:
-                members.setdefault(id(rule), {})[weight] = weight
+                members.setdefault(id(rule), {})[weight] = reader.tensors[weight]
         made: dict[str, View] = {}
         for rule in self.mapping.rules:
-            if id(rule) not in members or not rule.entries(target):
-                continue
-            own = {weight: reader.tensors[weight] for weight in members[id(rule)]}
-            applied = AppliedRule(rule, name, target, own, axes, power, weights=own)
-            made |= {weight: view for weight, view, _ in applied.outputs()}
+            own = members.get(id(rule))
+            if own and rule.entries(target):
+                applied = AppliedRule(rule, name, target, own, axes, power, weights=own)
+                made |= {weight: view for weight, view, _ in applied.outputs()}
         return made
 
 
@@ -347,13 +338,12 @@ def _line(array: np.ndarray, axis: int) -> np.ndarray:
 def _members(
     rule: Rule, convention: str, names: Mapping[str, str]
 ) -> Sequence[tuple[Entry, str, dict[str, int]]]:
-    members = []
-    for entry in rule.entries(convention):
-        for weight, name in names.items():
-            values = entry.path.match(weight)
-            if values is not None:
-                members.append((entry, name, values))
-    return members
+    return [
+        (entry, name, values)
+        for entry in rule.entries(convention)
+        for weight, name in names.items()
+        if (values := entry.path.match(weight)) is not None
+    ]
 
 
 def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:

@@ -112,8 +112,7 @@ def align(
     usual = ways[0]
     distances = [_distance(way.to_jax(torch), jax) for way in ways]
     least = float(np.nanmin(distances)) if not np.isnan(distances).all() else math.nan
-    # Ways with the same distance up to the order of the sum count as one answer, whichever comes
-    # first.
+    # Ways with the same distance up to the order of the sum count as one answer, whichever comes first.
     nearest = [way for way, far in zip(ways, distances, strict=True) if far <= least * (1 + 1e-12)]
     rest = [far for far in distances if far > least * (1 + 1e-12)]
     exact = least <= _EXACT * float(np.linalg.norm(jax.astype(np.float64).ravel()))

@@ -130,8 +130,7 @@ def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.
     if 0 < a.size <= _BLOCK:
         yield 0, a, b
         return
-    # Views with the same order are traversed flat; other pairs go by rows, which copies one block at
-    # a time.
+    # Views with the same order are traversed flat; other pairs go by rows, which copies one block at a time.
     if a.flags.c_contiguous and b.flags.c_contiguous:
         a, b = a.reshape(-1), b.reshape(-1)
     elif a.shape and a.shape[0] == 1:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -238,9 +238,21 @@ def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
         _listener.reset(token)
 
 
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def probe_values(where: str, shape: Sequence[int]) -> np.ndarray:
     """Standard normal float64 numbers of ``shape`` for the output leaf at place ``where``."""
     return np.random.default_rng(zlib.crc32(where.encode())).standard_normal(tuple(shape))
+
+
+def in_order(loss: Callable[..., Any], rows: Sequence[int], probe: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
+    return partial(loss, rows=rows) if getattr(loss, "func", loss) is probe else loss
 
 
 def in_rows(numbers: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:

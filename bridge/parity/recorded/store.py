@@ -67,8 +67,7 @@ def map_together(many: Sequence[Stored]) -> list[np.ndarray]:
     """Arrays of one file in one map, which takes one file descriptor. Changes in place are private."""
     if not many:
         return []
-    # One map for all: a process may hold 65,530 maps and often 1,024 descriptors, and a large model
-    # has more arrays.
+    # One map for all: a process may hold 65,530 maps and often 1,024 descriptors, and a large model has more arrays.
     mapped = mmap.mmap(many[0].file.fileno(), 0, access=mmap.ACCESS_COPY)
     return [stored._within(mapped, 0) for stored in many]
 
@@ -100,8 +99,7 @@ class Store:
     def _write(self, file: IO[bytes], rest: memoryview) -> None:
         try:
             while rest:
-                # ``pwrite`` writes at most 2 GB in one call, and less if the disk is nearly
-                # full.
+                # ``pwrite`` writes at most 2 GB in one call, and less if the disk is nearly full.
                 done = os.pwrite(file.fileno(), rest, self._size)
                 self._size += done
                 rest = rest[done:]

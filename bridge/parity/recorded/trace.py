@@ -106,15 +106,9 @@ class Capture:
             whole: dict[str, np.ndarray] = {}
             runs[run_dtype] = _keep_run(side.record(batch, run_dtype), f"{run_dtype}:", whole)
             numbers.update((name, statistics(array)) for name, array in whole.items())
-            arrays.update(
-                (
-                    name,
-                    array
-                    if name.startswith((f"{run_dtype}:gradient:", f"{run_dtype}:buffer:"))
-                    else sampling.cut(array),
-                )
-                for name, array in whole.items()
-            )
+            uncut = (f"{run_dtype}:gradient:", f"{run_dtype}:buffer:")
+            for name, array in whole.items():
+                arrays[name] = array if name.startswith(uncut) else sampling.cut(array)
         for run_dtype in dtypes if steps else ():
             training = side.train([batch] * steps, run_dtype)
             trained[run_dtype] = list(training.losses)

@@ -7,19 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bridge.core.extras import why_no_pictures
+from bridge.core.text import counted
 from bridge.parity.partners.rows import STAGES, Row
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import place_of, shown
-from bridge.parity.report_page.markup import (
-    alone,
-    counted,
-    exact,
-    facts_of,
-    index,
-    number,
-    shade,
-    times,
-)
+from bridge.parity.report_page.markup import alone, exact, facts_of, index, number, shade, times
 from bridge.parity.report_page.picture import MOST_NUMBERED, depth_figure, tips_of
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.report_page.tree import anchors, tree_of

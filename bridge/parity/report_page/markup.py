@@ -23,10 +23,6 @@ def times(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.1e}"
 
 
-def counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
 def exact(value: float) -> str:
     """An element of an array."""
     return f"{value:.9g}"

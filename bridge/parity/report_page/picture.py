@@ -83,21 +83,15 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> N
     ):
         tops = [0.0 if math.isnan(row.floor) else axis.place(row.floor * factor) for row in rows]
         # The band extends over the full width of the panel, even for one row.
-        panel.fill_between(
-            [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]],
-            tops + tops[-1:],
-            _FOOT,
-            step="post",
-            color=colour,
-            lw=0,
-            label=label,
-        )
-    panel.plot(xs, [axis.place(row.error) for row in rows], color="#9aa7b4", lw=0.8)
+        edges, tops = [x - 0.5 for x in xs] + [x + 0.5 for x in xs[-1:]], tops + tops[-1:]
+        panel.fill_between(edges, tops, _FOOT, step="post", color=colour, lw=0, label=label)
+    errors = [axis.place(row.error) for row in rows]
+    panel.plot(xs, errors, color="#9aa7b4", lw=0.8)
     for verdict, (mark, colour, size) in _MARKS.items():
         chosen = [x for x in xs if rows[x].verdict == verdict]
         panel.plot(
             chosen,
-            [axis.place(rows[x].error) for x in chosen],
+            [errors[x] for x in chosen],
             mark,
             color=colour,
             markerfacecolor="white" if verdict == "inherited" else colour,

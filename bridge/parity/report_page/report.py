@@ -76,22 +76,17 @@ class ParityReport(Viewed):
     def not_compared(self) -> tuple[str, ...]:
         """Things that should have been compared and were not, one phrase each: see ``--strict``. Modules without
         parameters, and buffers that the forward does not change, may lack a partner: their values show in outputs."""
-        found = []
-        for what, names in (("torch", self.torch_parameters), ("JAX", self.jax_parameters)):
-            if names:
-                found.append(f"{len(names)} {what} parameters without a partner")
-        if self.changed_buffers:
-            found.append(f"buffers that the forward changes: {first_of(self.changed_buffers)}")
         unknown = sorted({row.name or "(model)" for row in self.rows if row.verdict == "unknown"})
-        if unknown:
-            found.append(f"the outputs of {first_of(unknown)}")
-        if not self.stage("forward"):
-            found.append("modules, because no two are partners")
-        if not self.stage("loss"):
-            found.append("losses")
-        if not self.stage("gradients"):
-            found.append("gradients")
-        return tuple(found)
+        possible = (
+            (self.torch_parameters, f"{len(self.torch_parameters)} torch parameters without a partner"),
+            (self.jax_parameters, f"{len(self.jax_parameters)} JAX parameters without a partner"),
+            (self.changed_buffers, f"buffers that the forward changes: {first_of(self.changed_buffers)}"),
+            (unknown, f"the outputs of {first_of(unknown)}"),
+            (not self.stage("forward"), "modules, because no two are partners"),
+            (not self.stage("loss"), "losses"),
+            (not self.stage("gradients"), "gradients"),
+        )
+        return tuple(text for applies, text in possible if applies)
 
     @property
     def complete(self) -> bool:
@@ -256,5 +251,4 @@ def _number(value: float) -> str:
 
 def by_stage(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows in the order of the stages, otherwise in the given order."""
-    order = {stage: number for number, stage in enumerate(STAGES)}
-    return tuple(sorted(rows, key=lambda row: order[row.stage]))
+    return tuple(sorted(rows, key=lambda row: STAGES.index(row.stage)))

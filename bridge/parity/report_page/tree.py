@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -122,12 +123,8 @@ def _at(root: Node, name: str) -> Node:
 def _owner(name: str) -> str:
     """The module of a parameter; for several names, the module that contains all of them."""
     owners = [path.split(".")[:-1] for path in name.split(", ")]
-    common = []
-    for parts in zip(*owners, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    return ".".join(parts[0] for parts in alike)
 
 
 def _count(node: Node, begin: set[int]) -> None:

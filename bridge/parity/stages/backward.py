@@ -101,14 +101,10 @@ def _inputs(pair: CallPair, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: R
             torch_sum = _summed(name, pair.torch.inputs, high, low)
             jax_sum = _summed(other, jax_inputs, jax_high, jax_low)
             known = way.to_jax(torch_sum.known) & jax_sum.known
+            high_values = way.to_jax(torch_sum.high) * known, jax_sum.high * known
             low_values = None if torch_sum.low is None else way.to_jax(torch_sum.low) * known
-            yield (
-                f"its input {name}",
-                way.to_jax(torch_sum.high) * known,
-                jax_sum.high * known,
-                low_values,
-                None if jax_sum.low is None else jax_sum.low * known,
-            )
+            jax_low_values = None if jax_sum.low is None else jax_sum.low * known
+            yield f"its input {name}", *high_values, low_values, jax_low_values
 
 
 class _Summed(NamedTuple):
@@ -178,13 +174,8 @@ def _parameters(
         twin = translated.get(key)
         if twin is not None and twin.size == gradient.size:
             coarse = translated_low.get(key)
-            yield (
-                name,
-                twin.reshape(gradient.shape),
-                gradient,
-                None if coarse is None else coarse.reshape(gradient.shape),
-                jax_low.gradients.get(name),
-            )
+            low_values = None if coarse is None else coarse.reshape(gradient.shape)
+            yield name, twin.reshape(gradient.shape), gradient, low_values, jax_low.gradients.get(name)
 
 
 def _key(name: str, weights: WeightMap) -> Key:
@@ -204,13 +195,12 @@ def innermost_suspects(
 ) -> set[int]:
     """Suspects without another suspected pair inside, in forward or backward. All are indices."""
     index = {id(pair.torch): number for number, pair in enumerate(pairs)}
-    explained = set()
-    for number in suspects | faulty:
-        explained |= {
-            index[id(call)]
-            for call in calls_around(pairs[number].torch, runs.torch_high)
-            if id(call) in index
-        }
+    explained = {
+        index[id(call)]
+        for number in suspects | faulty
+        for call in calls_around(pairs[number].torch, runs.torch_high)
+        if id(call) in index
+    }
     return suspects - explained - faulty
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.parity.causes.causes import statistics_cause, weight_cause
-from bridge.parity.partners.modules import Modules, pair_modules
+from bridge.parity.partners.modules import pair_modules
 from bridge.parity.partners.rows import BUFFER, Row, Stage, row_of
 from bridge.parity.partners.runs import Runs
 from bridge.parity.partners.weight_map import WeightMap
@@ -31,8 +31,6 @@ from bridge.parity.stages.forward import compare_forward
 from bridge.parity.stages.rerun_module import with_right_inputs
 
 Progress = Callable[[str], None]
-Losses = tuple[float | None, float | None, float | None, float | None]
-"""Torch's and JAX's in float64, then in the compute dtype."""
 
 
 def compare_sides(
@@ -52,8 +50,8 @@ def compare_sides(
     say("weights")
     start = {**torch.weights(), **torch.buffers()}, {**jax.weights(), **jax.buffers()}
     rows = list(weight_rows(*start, weights))
-    run = _one_run(torch, jax, batch, weights, dtype, module_pairs, say, start)
-    rows += run.rows
+    report = _one_run(torch, jax, batch, weights, dtype, module_pairs, say, start)
+    rows += report.rows
     # Training needs the memory of reruns' copies and calls. The heap keeps memory that is freed in small pieces.
     for side in (torch, jax):
         side.forget()
@@ -61,33 +59,7 @@ def compare_sides(
     if steps:
         say(f"{steps} steps of training")
         rows += update_rows(torch, jax, batch, weights, dtype, steps)
-    return ParityReport(
-        by_stage(rows),
-        dtype,
-        run.losses,
-        run.modules.torch_only,
-        run.modules.jax_only,
-        weights.torch_only,
-        weights.jax_only,
-        torch_buffers=weights.buffers_only[0],
-        jax_buffers=weights.buffers_only[1],
-        changed_buffers=run.changed_buffers,
-        dropped_buffers=weights.dropped,
-        left_out=(*torch.left_out, *jax.left_out),
-        order=run.order_remark,
-        seconds=time.monotonic() - begun,
-    )
-
-
-@dataclass(frozen=True)
-class _RunRows:
-    """The findings of one forward and backward of both sides. ``changed_buffers``: without a partner."""
-
-    rows: Sequence[Row]
-    modules: Modules
-    losses: Losses
-    order_remark: str
-    changed_buffers: tuple[str, ...]
+    return replace(report, rows=by_stage(rows), seconds=time.monotonic() - begun)
 
 
 def _one_run(
@@ -99,7 +71,7 @@ def _one_run(
     module_pairs: Mapping[str, str] | None,
     say: Progress,
     start: tuple[Leaves, Leaves],
-) -> _RunRows:
+) -> ParityReport:
     """Forward, buffers, loss and gradients. The recorded runs are large, and are freed at the end of this call.
 
     ``start``: torch's and JAX's weights and buffers.
@@ -119,9 +91,21 @@ def _one_run(
         say("backward of each module alone")
         backward = with_blame(backward, gradients, pairs, runs, weights, forward)
     rows += (*backward, *gradients)
-    losses = runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss
-    changed = changed_without_partner(runs, weights, start)
-    return _RunRows(rows, modules, losses, order.remark, changed)
+    return ParityReport(
+        tuple(rows),
+        dtype,
+        (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
+        modules.torch_only,
+        modules.jax_only,
+        weights.torch_only,
+        weights.jax_only,
+        torch_buffers=weights.buffers_only[0],
+        jax_buffers=weights.buffers_only[1],
+        changed_buffers=changed_without_partner(runs, weights, start),
+        dropped_buffers=weights.dropped,
+        left_out=(*torch.left_out, *jax.left_out),
+        order=order.remark,
+    )
 
 
 def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]:

@@ -75,11 +75,8 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
         for child, torch_number in zip(inner.pairs, inner.torch, strict=True):
             # OPT adds the offset of its positions inside the table's module, or before it.
             number = index[id(child)]
-            if (
-                number not in shifted
-                and reruns[number].differences
-                and largest_ratio(runs, child, "outputs") <= _EQUAL
-            ):
+            differs = number not in shifted and reruns[number].differences
+            if differs and largest_ratio(runs, child, "outputs") <= _EQUAL:
                 rerun = rerun.without(child.modules.name + (f"#{torch_number}" if torch_number else ""))
                 shifted[number] = pair.modules.name
         own: list[CallPair] = []
@@ -95,11 +92,8 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
                 own.append(child)
                 shifted[number] = pair.modules.name
         reruns[index[id(pair)]] = rerun
-    rows = [
-        row
-        for pair in ordered
-        for row in _rows(runs, pair, reruns[index[id(pair)]], shifted.get(index[id(pair)]))
-    ]
+    places = [(pair, index[id(pair)]) for pair in ordered]
+    rows = [row for pair, number in places for row in _rows(runs, pair, reruns[number], shifted.get(number))]
     rows = blame_first_fault(_without_reruns(rows, runs, pairs), runs, pairs)
     return Forward(tuple(odd_ones(rows)), shifted)
 

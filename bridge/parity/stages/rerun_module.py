@@ -120,11 +120,8 @@ def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[Call
         if names:
             note = f"{note}{'; ' if note else ''}torch's inputs {names} have no twin: they may be the cause"
         prefix = f"{path}." if path else ""
-        parameters = {
-            name.removeprefix(prefix): runs.parameters[name]
-            for name in runs.parameters
-            if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-        }
+        inside = {name.removeprefix(prefix): name for name in runs.parameters if name.startswith(prefix)}
+        parameters = {own: runs.parameters[name] for own, name in inside.items() if "." not in own}
         calls = (
             _nth(jax_high.calls, child.modules.jax, n)
             for child, n in zip(inner.pairs, inner.jax, strict=True)

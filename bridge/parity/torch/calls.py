@@ -141,8 +141,7 @@ class Recorder:
         """Record calls. Calls in a backward, which checkpointing makes, must stay outside."""
         handles = []
         for module in self._paths:
-            # First among the hooks: the model's own hooks may change the arguments, and this is part of
-            # the call.
+            # First among the hooks: the model's own hooks may change the arguments, and this is part of the call.
             handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -184,8 +183,7 @@ class Recorder:
             # Such as a cache, which the call will change.
             everything = _copied(everything, dict(keep))
         values = list(everything.values())
-        names = list(kwargs)
-        kept = dict(zip(names, values[len(args) :], strict=True))
+        kept = dict(zip(kwargs, values[len(args) :], strict=True))
         device = next((leaf.device.type for leaf in leaves_of(arguments(args, kwargs)).values()), "cpu")
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         return CallArguments(tuple(values[: len(args)]), kept, random_state(), autocast)

@@ -52,9 +52,8 @@ def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, tuple | list):
         names = getattr(tree, "_fields", None)
         return list(zip(names or range(len(tree)), tree, strict=True))
-    if isinstance(
-        tree, dict
-    ):  # before dataclasses: a ModelOutput is both, and its items are only those that are not None
+    # Before dataclasses: a ModelOutput is both, and its items are only those that are not None.
+    if isinstance(tree, dict):
         return list(tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, Slot):
         fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge.parity.recorded.recording import in_rows, probe_values
+from bridge.parity.recorded.recording import call_model, in_rows, probe_values
 from bridge.parity.torch.leaves import cast, leaves_of, map_leaves, to_torch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -30,13 +29,6 @@ def as_tensors(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
         return (value.long() if whole else cast(value, dtype)).to(device)
 
     return map_leaves(batch, tensor)
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def probe_loss(
@@ -70,12 +62,7 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
     ValueError for a batch of another kind.
     """
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
-        got = (
-            f"{tokens.dtype} {list(tokens.shape)}"
-            if isinstance(tokens, torch.Tensor)
-            else type(tokens).__name__
-        )
-        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {got}")
+        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {_type_of(tokens)}")
     output = model(tokens[:, :-1])
     logits = getattr(output, "logits", output)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -92,20 +79,15 @@ def scalar_loss(loss: Loss, model: nn.Module, batch: Any, where: str = "") -> to
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
-        got = (
-            f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        )
-        raise ValueError(f"{where}expected the loss to be a floating-point scalar, got {got}")
+        raise ValueError(f"{where}expected the loss to be a floating-point scalar, got {_type_of(value)}")
     return value.reshape(())
 
 
+def _type_of(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 LOSSES: dict[str, Loss] = {"probe": probe_loss, "next_token": next_token_loss}
-
-
-def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
-    """The loss of a batch whose rows were reordered to ``rows``: a probe's numbers move with their rows."""
-    own: Any = loss
-    return partial(own, rows=rows) if getattr(loss, "func", loss) is probe_loss else loss
 
 
 def describe(batch: Any) -> str:

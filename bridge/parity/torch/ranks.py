@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from torch import nn
 
 from bridge.core.text import first_lines
 from bridge.parity.recorded.distance import distance, epsilon
-from bridge.parity.recorded.recording import Call, Leaves, probe_values
+from bridge.parity.recorded.recording import Call, Leaves, call_model, probe_values
 from bridge.parity.recorded.trace import TraceError, batch_leaves
 from bridge.parity.torch.leaves import leaves_of, whole
-from bridge.parity.torch.losses import Loss, call_model
+from bridge.parity.torch.losses import Loss
 
 T = TypeVar("T")
 _LIKE = 64.0
@@ -51,8 +52,7 @@ class Ranks:
             raise ValueError(
                 "a sharded model: expected a process group on all ranks, found none; run with torchrun"
             )
-        # Objects go through gloo: NCCL would send them through GPU memory, and the default group may
-        # have no GPU.
+        # Objects go through gloo: NCCL would send them through GPU memory, and the default group may have no GPU.
         group = dist.new_group(backend="gloo")
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, _describe(batch), group)
@@ -88,8 +88,7 @@ class Ranks:
             action()
         except Exception as caught:
             error = caught
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, None if error is None else str(error), self.group)
+        texts = self._all_gather(None if error is None else str(error))
         if error is not None:
             raise error
         for rank, text in enumerate(texts):
@@ -125,14 +124,9 @@ class Ranks:
         made = self._all_gather([(call.path, call.number) for call in calls])
         for rank, theirs in enumerate(made):
             if theirs != made[0]:
-                index = next(
-                    (n for n, pair in enumerate(zip(theirs, made[0], strict=False)) if pair[0] != pair[1]),
-                    min(len(theirs), len(made[0])),
-                )
-                names = [
-                    repr(calls_made[index][0]) if index < len(calls_made) else "none"
-                    for calls_made in (made[0], theirs)
-                ]
+                pairs = enumerate(itertools.zip_longest(made[0], theirs))
+                index, both = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+                names = ["none" if call is None else repr(call[0]) for call in both]
                 raise ValueError(
                     f"rank {rank}: expected the calls of rank 0, got another call at index {index}: {names[0]} on rank "
                     f"0, {names[1]} on rank {rank}"

@@ -97,9 +97,8 @@ def device_of(model: nn.Module) -> torch.device:
 @contextmanager
 def running(model: nn.Module, dtype: str) -> Iterator[None]:
     """The context of each run: equal random numbers, gradients, no compilation, and the requirements of float64."""
-    devices = sorted(
-        {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}, key=str
-    )
+    used = {parameter.device for parameter in model.parameters()}
+    devices = sorted((device for device in used if device.type == "cuda"), key=str)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         # The same dropout in all runs: a float64 run with other random numbers would be no reference.
@@ -208,9 +207,8 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: 
             f"grouped_mm of {rows.ndim} and {weights.ndim} dimensions has no float64: run the experts eagerly"
         )
     ends = offs.tolist()
-    parts = [
-        rows[start:end] @ weight for start, end, weight in zip([0, *ends[:-1]], ends, weights, strict=True)
-    ]
+    spans = zip([0, *ends[:-1]], ends, weights, strict=True)
+    parts = [rows[start:end] @ weight for start, end, weight in spans]
     return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 

@@ -217,9 +217,8 @@ def _shift_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # Fused attention that is causal by a flag.
     if mask is None and getattr(module, "is_causal", False) and isinstance(hidden, torch.Tensor):
         length = hidden.shape[1]
-        hides = (
-            torch.full((length, length), torch.finfo(hidden.dtype).min).triu().fill_diagonal_(0, wrap=False)
-        )
+        least = torch.finfo(hidden.dtype).min
+        hides = torch.full((length, length), least).triu().fill_diagonal_(0, wrap=False)
         mask = torch.roll(hides.to(hidden), 1, dims=-1)[None, None]
         return args, {**kwargs, "attention_mask": mask}
     return None

@@ -161,14 +161,11 @@ class ShardedTorchSide(OneRecording):
             buffers = self._whole("buffer after the forward", model.named_buffers())
             if backward:
                 loss.backward()
-            gradients = self._whole(
-                "gradient",
-                (
-                    (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-                    for name, parameter in model.named_parameters()
-                    if parameter.requires_grad
-                ),
-            )
+            trained = [
+                (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+            ]
+            made = ((name, torch.zeros_like(own) if own.grad is None else own.grad) for name, own in trained)
+            gradients = self._whole("gradient", made)
         calls = [record.call() for record in recorder.calls]
         merged = [
             Call(call.path, call.number, kinds[call.path], *groups, call.parent, call.heads)

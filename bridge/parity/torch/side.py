@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training, in_order
 from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, map_together
 from bridge.parity.torch.calls import (
     CallRecord,
@@ -23,7 +23,7 @@ from bridge.parity.torch.calls import (
     set_random_state,
 )
 from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, share_memory, to_numpy, to_torch
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, in_order, scalar_loss
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, probe_loss, scalar_loss
 from bridge.parity.torch.run_in_dtype import (
     buffers_of,
     check_unsharded,
@@ -189,7 +189,7 @@ class TorchSide:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         with running(model, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
-            loss = scalar_loss(in_order(self.loss, rows), model, inputs)
+            loss = scalar_loss(in_order(self.loss, rows, probe_loss), model, inputs)
             gradients = _stored_gradients(loss, model, Store())
         return Recording(dtype, [], float(loss.detach()), gradients)
 
@@ -210,17 +210,10 @@ class TorchSide:
         """
         run = self._runs.get(dtype)
         where = f"{path!r}, call {number}"
-        index = next(
-            (
-                index
-                for index, record in enumerate(run.calls if run else ())
-                if (record.path, record.number) == (path, number)
-            ),
-            None,
-        )
-        if run is None or index is None:
+        calls = run.calls if run else ()
+        record = next((call for call in calls if (call.path, call.number) == (path, number)), None)
+        if run is None or record is None:
             raise KeyError(f"{where}: no such call was recorded in {dtype}")
-        record = run.calls[index]
         check_leaves(inputs, record.inputs, f"the input of {where}")
         check_leaves(cotangents or {}, record.outputs, f"the output of {where}")
         with run.load_weights() as whole_model:
@@ -302,9 +295,8 @@ class TorchSide:
         with running(model, dtype):
             optimizer = self.optimizer(model.parameters())
             for step, batch in enumerate(batches):
-                loss = scalar_loss(
-                    self.loss, model, as_tensors(batch, getattr(torch, dtype), device_of(model))
-                )
+                inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
+                loss = scalar_loss(self.loss, model, inputs)
                 losses.append(float(loss.detach()))
                 loss.backward()
                 optimizer.step()

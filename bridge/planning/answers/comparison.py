@@ -112,6 +112,11 @@ class Comparison(Viewed):
         asked = dict.fromkeys((plan.mesh.devices, plan.workload) for plan in self.plans)
         return tuple(self._choice(devices, workload) for devices, workload in asked)
 
+    def where(self, choice: Choice) -> str:
+        """The devices of a choice, and its workload if there are several."""
+        work = f", {choice.workload.of(self.plans[0].model)}" if len(self.workloads) > 1 else ""
+        return f"{choice.devices} devices{work}"
+
     @property
     def in_runtimes(self) -> str:
         """Words after "no policy fits": a policy must fit in all planned runtimes."""

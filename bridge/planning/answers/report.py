@@ -158,11 +158,8 @@ def _what_fits(comparison: Comparison) -> Iterator[str]:
             f"fits: the peak is within {human_bytes(comparison.usable)}, that is {human_bytes(comparison.memory)} less "
             f"{float(100 * comparison.reserve):g} % of reserve (--reserve)"
         )
-    several = len(comparison.workloads) > 1
     for choice in comparison.choices:
-        where = f"{choice.devices} devices" + (
-            f", {choice.workload.of(comparison.plans[0].model)}" if several else ""
-        )
+        where = comparison.where(choice)
         if choice.policy is not None:
             known = all(plan.exchanges is not None for plan in comparison.plans)
             yield f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"

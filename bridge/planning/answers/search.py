@@ -191,22 +191,20 @@ def search(
                 say(f"{policy.source} on {devices} devices in {runtime}")
             return planner(runtime, policy, devices, work)
 
-        return _findings(comparison, policies, planned, usable, node or NODE)
+        named = {policy.source: policy for policy in policies}
+        return tuple(_findings(comparison, named, planned, usable, node or NODE))
 
 
 def _findings(
-    comparison: Comparison, policies: Sequence[ShardingPolicy], planner: Planner, usable: int, node: int
-) -> tuple[Finding, ...]:
+    comparison: Comparison, named: Mapping[str, ShardingPolicy], planner: Planner, usable: int, node: int
+) -> Iterator[Finding]:
     models = {plan.runtime: plan.model for plan in comparison.plans}
-    named = {policy.source: policy for policy in policies}
-    findings: list[Finding] = []
     fewest: dict[tuple[str, Workload], tuple[FewestDevices, ...]] = {}
     grouped = itertools.groupby(
         comparison.plans, key=lambda plan: (plan.policy, plan.mesh.devices, plan.workload)
     )
     for (source, devices, work), group in grouped:
-        plans = list(group)
-        policy = named[source]
+        plans, policy = list(group), named[source]
         if (source, work) not in fewest:
             fewest[source, work] = tuple(
                 fewest_devices(planner, plan.runtime, policy, work, usable, node) for plan in plans
@@ -214,8 +212,7 @@ def _findings(
         fits = _all(comparison.fits(plan) for plan in plans)
         said = work.of(plans[0].model)
         finding = Finding(policy, devices, work, said, _batches(plans, usable), fewest[source, work], fits)
-        findings.append(finding if fits else _with_ways(finding, models, planner, usable, node))
-    return tuple(findings)
+        yield finding if fits else _with_ways(finding, models, planner, usable, node)
 
 
 def largest_batch(plan: CostPlan, usable: int) -> LargestBatch:

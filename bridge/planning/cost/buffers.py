@@ -48,11 +48,6 @@ class GroupBuffers:
         """Elements of the whole buffers."""
         return self.layout.padded_size
 
-    @property
-    def overhead(self) -> float:
-        """Padding as a fraction of the parameters' elements."""
-        return self.padded / self.numel - 1 if self.numel else 0.0
-
     def size(self, level: int) -> int:
         """Elements that a device holds at ``level``, padding included; ``level`` at most the state's level."""
         return self.padded // self.mesh.shards(level)

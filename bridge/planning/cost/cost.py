@@ -7,11 +7,10 @@ model, policy ---cut---> kinds of units ---layouts---> bytes at rest, collective
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
 from bridge.planning.cost.peak_steps import StepUnit, steps_of
 from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
-from bridge.planning.cost.units import CutModel, UnitKind, cut
+from bridge.planning.cost.units import UnitKind, cut
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
 from bridge.planning.models.models import resolve_models
@@ -139,7 +138,9 @@ class CostPlan(Viewed):
     def peak(self) -> Peak:
         """The most bytes that the device holds in a step."""
         units = [
-            StepUnit(path, unit.groups, bool(unit.kind.recompute), self._stack(path))
+            StepUnit(
+                path, unit.groups, bool(unit.kind.recompute), (layer := self._layer_of(path)) and layer[0]
+            )
             for unit in self.units
             for path in unit.paths
         ]
@@ -166,11 +167,7 @@ class CostPlan(Viewed):
     def placed(self) -> Iterator[Placed]:
         """All groups; groups that JAX stores in one array (of the layers of a stack) together."""
         for unit in self.units:
-            arrays: Counter[Any] = Counter()
-            for path in unit.paths:
-                layer = self.model.layer_of(path) if self.runtime == "jax" else None
-                arrays[(layer[0], layer[2]) if layer else path] += 1
-            for layers in arrays.values():
+            for layers in self._together(unit.paths):
                 yield from (Placed(group, unit.on_host, layers) for group in unit.groups)
 
     @property
@@ -193,12 +190,11 @@ class CostPlan(Viewed):
 
     def _together(self, paths: Collection[str]) -> Collection[int]:
         """How many of equal units are one unit in JAX: the layers of a stack."""
-        places = {path: self.model.layer_of(path) for path in paths}
-        return Counter((layer[0], layer[2]) if layer else path for path, layer in places.items()).values()
+        layers = {path: self._layer_of(path) for path in paths}
+        return Counter((layer[0], layer[2]) if layer else path for path, layer in layers.items()).values()
 
-    def _stack(self, path: str) -> str | None:
-        layer = self.model.layer_of(path) if self.runtime == "jax" else None
-        return layer and layer[0]
+    def _layer_of(self, path: str) -> tuple[str, str, str] | None:
+        return self.model.layer_of(path) if self.runtime == "jax" else None
 
     @property
     def numel(self) -> int:
@@ -311,19 +307,14 @@ def make_plan(
         device = int(np.argmax(held))
     if not 0 <= device < mesh.devices:
         raise PlanError(f"device: expected one of {mesh.devices}, got {device}")
-    units = tuple(
-        UnitPlan(
-            paths,
-            kind,
-            groups,
-            at_rest(groups, runtime, device, optimizer, on_host),
-            step_calls(groups, runtime, workload.microbatches, kind.gathers),
-            on_host,
-        )
-        for (kind, on_host), (paths, groups) in kinds.items()
-    )
+    units = []
+    for (kind, on_host), (paths, groups) in kinds.items():
+        rest = at_rest(groups, runtime, device, optimizer, on_host)
+        calls = step_calls(groups, runtime, workload.microbatches, kind.gathers)
+        units.append(UnitPlan(paths, kind, groups, rest, calls, on_host))
     known = _exchanges(model, policy, mesh, runtime, workload)
-    return CostPlan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+    planned = policy.source, runtime, mesh, workload, prefetch, device
+    return CostPlan(model, *planned, tuple(units), known, optimizer)
 
 
 def _check_remainders(policy: ShardingPolicy, optimizer: Optimizer) -> None:
@@ -349,11 +340,13 @@ def _exchanges(
     return exchanges(model, policy, dict(mesh.model), workload.batch * workload.length, workload.microbatches)
 
 
-def _kinds(model: CutModel, moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
+def _kinds(
+    units: Mapping[str, UnitKind], moved: Collection[str]
+) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
     """Paths of equal units, by their kind and the names in them whose moments are in CPU memory."""
     paths_by_kind: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
-    for unit in model.units:
-        names = (name for group in unit.kind.groups for name in group.names) if moved else ()
-        on_host = frozenset(name for name in names if f"{unit.path}.{name}".lstrip(".") in moved)
-        paths_by_kind.setdefault((unit.kind, on_host), []).append(unit.path)
+    for path, kind in units.items():
+        names = (name for group in kind.groups for name in group.names) if moved else ()
+        on_host = frozenset(name for name in names if f"{path}.{name}".lstrip(".") in moved)
+        paths_by_kind.setdefault((kind, on_host), []).append(path)
     return paths_by_kind

@@ -57,9 +57,8 @@ def exchanges(
         after = styled[number + 1 :]
         needed: list[tuple[str, int, int]] = []
         if module.embeds:
-            needed.append(
-                ("all_gather" if module.style == "colwise" else "all_reduce", module.shape[1], runs)
-            )
+            kind = "all_gather" if module.style == "colwise" else "all_reduce"
+            needed.append((kind, module.shape[1], runs))
         elif module.style == "rowwise":
             own = f"{around[0]}.".lstrip(".")
             last = not any(other.style == "rowwise" and other.path.startswith(own) for other in after)

@@ -54,8 +54,7 @@ from bridge.planning.cost.row_moments import row_moment_bytes
 
 # The default ``min_dim_size_to_factor`` of ``optax.adafactor``.
 _FACTORED_FROM = 128
-# Halves of arrays the size of a key's weights in JAX, for each moment with scales: as many as XLA:GPU
-# and XLA:CPU need.
+# Halves of arrays the size of a key's weights in JAX, for each moment with scales: as many as XLA:GPU and XLA:CPU need.
 _CONVERTED = 5
 
 
@@ -229,7 +228,6 @@ def _update_bytes(group: GroupBuffers) -> int:
 
 
 def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
-    """Bytes for one parameter's part."""
     if optimizer.name in OF_MAIN_WEIGHTS:
         dtypes = _dtypes(optimizer, piece.shape, "torch")
         main = group.shape.dtypes.main
@@ -243,7 +241,6 @@ def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
 
 
 def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequence[str | None]:
-    """The dtypes of the moments of a parameter."""
     return optimizer.moments[:1] if _is_matrix(optimizer, shape, runtime) else optimizer.of_elements
 
 

@@ -8,18 +8,18 @@ order of units, the root last. A stack of scanned layers is one buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from bridge.core.sharding.policy.offload_share import offloaded
 from bridge.planning.cost.buffers import buffers_of
 from bridge.planning.cost.mesh import MeshShape
-from bridge.planning.cost.units import CutModel
+from bridge.planning.cost.units import UnitKind
 from bridge.planning.models.model import Model
 
 
 def in_cpu_memory(
-    model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction
+    model: Model, units: Mapping[str, UnitKind], mesh: MeshShape, runtime: str, share: Fraction
 ) -> frozenset[str]:
     """Paths of the parameters whose moments are in CPU memory."""
     if not share:
@@ -28,19 +28,18 @@ def in_cpu_memory(
         return offloaded({leaf.path: leaf.numel for leaf in model.parameters}, float(share))
     sizes: dict[str, int] = {}
     members: dict[str, list[str]] = {}
-    for unit in cut.units:
-        layer = model.layer_of(unit.path)
-        name = f"{layer[0]}.*.{layer[2]}" if layer else unit.path
-        for number, group in enumerate(buffers_of(unit.kind, mesh)):
+    for path, kind in units.items():
+        layer = model.layer_of(path)
+        name = f"{layer[0]}.*.{layer[2]}" if layer else path
+        for number, group in enumerate(buffers_of(kind, mesh)):
             if group.shape.trainable:
                 # A unit has several buffers if weights are gathered as float8, or cut over model axes.
                 key = f"{name} {number}"
                 # An array contains the parts of all places of these model axes.
                 places = math.prod(size for axis, size in mesh.model if axis in group.shape.over)
                 sizes[key] = sizes.get(key, 0) + places * group.padded
-                members.setdefault(key, []).extend(
-                    f"{unit.path}.{parameter}".lstrip(".") for parameter in group.shape.names
-                )
+                own = [f"{path}.{parameter}".lstrip(".") for parameter in group.shape.names]
+                members[key] = members.get(key, []) + own
     return frozenset(path for name in offloaded(sizes, float(share)) for path in members[name])
 
 

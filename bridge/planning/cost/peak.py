@@ -114,20 +114,18 @@ def step_peak(
     staged: bytes of moments that the update has on the device in addition to the moments at rest, see
     ``moments.staged``. complete: whether everything in memory is known.
     """
-    kept = rest.compute_weights.allocated
     if runtime == "jax":
         groups = [group for unit in units for group in unit.groups if peak_jax.holds_apart(group)]
         kept = sum(group.gather_bytes(group.strategy.parameters) for group in groups)
+        moments = peak_jax.moments(steps, units, microbatches, prefetch, kept, staged)
+    else:
+        kept = rest.compute_weights.allocated
+        moments = peak_torch.moments(steps, units, microbatches, prefetch, staged)
     always = {
         "main_weights": rest.main_weights.allocated,
         "moments": rest.moments.allocated,
         "compute_weights": kept,
     }
-    moments = (
-        peak_jax.moments(steps, units, microbatches, prefetch, kept, staged)
-        if runtime == "jax"
-        else peak_torch.moments(steps, units, microbatches, prefetch, staged)
-    )
     moment, terms = max(moments, key=lambda candidate: sum({**always, **candidate[1]}.values()))
     named = {name: {**always, **terms}.get(name, 0) for name in TERMS}
     return Peak(moment, named, complete)

@@ -100,19 +100,11 @@ def moments(
         # Sums are not made in place, but unit by unit.
         summed = max((unit.late or unit.output for unit in every), default=0)
         yield "sum", {"gradients": held + sum(unit.micro for unit in every) + summed}
-    yield (
-        "reduction",
-        {"compute_weights": 0, "gradients": sum(unit.late + unit.output for unit in every)},
-    )
+    reduced = sum(unit.output for unit in every)
+    yield "reduction", {"compute_weights": 0, "gradients": reduced + sum(unit.late for unit in every)}
     # A separate program, which holds no compute weights.
-    yield (
-        "update",
-        {
-            "compute_weights": 0,
-            "gradients": sum(unit.output for unit in every),
-            "segment": max((unit.updated for unit in every), default=0) + staged,
-        },
-    )
+    updated = max((unit.updated for unit in every), default=0)
+    yield "update", {"compute_weights": 0, "gradients": reduced, "segment": updated + staged}
 
 
 def _outputs(units: Sequence[StepUnit], sizes: Mapping[str, _Sizes]) -> int:
@@ -165,9 +157,8 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         whole = all(sizes[path].whole for path in running)
         # Without a barrier between forward and backward, XLA makes constants, and what the loss scatters, before they
         # are read.
-        early = (
-            (step.needed.fixed_saved if step.stack else 0) if index < len(steps) - 1 else step.needed.largest
-        )
+        early = step.needed.fixed_saved if step.stack else 0
+        early = step.needed.largest if index == len(steps) - 1 else early
         yield (
             f"backward of {step.title}",
             {

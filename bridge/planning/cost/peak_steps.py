@@ -96,15 +96,8 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
                 needed, saved=needed.input, forward=needed.once, backward=needed.again, fixed_saved=0
             )
         stack = next((unit.stack for unit in units if is_inside(path, unit.stack)), None)
-        yield Step(
-            path,
-            stack,
-            (*inside, *around),
-            len(inside) + 1,
-            stage.segment is None or needed.input > 0,
-            needed,
-            raw[path],
-        )
+        reads = stage.segment is None or needed.input > 0
+        yield Step(path, stack, (*inside, *around), len(inside) + 1, reads, needed, raw[path])
 
 
 @dataclass(frozen=True)

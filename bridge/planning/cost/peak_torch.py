@@ -71,15 +71,13 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mom
     before = sum(unit.before for unit in sizes.values())
     for index, step in enumerate(steps):
         following = steps[index + 1].running if index + 1 < len(steps) else ()
-        yield (
-            f"forward of {step.title}",
-            {
-                "gathered_weights": _gathered(step, following, sizes),
-                "gradients": before,
-                "activations": saved_before(steps, index),
-                "segment": step.needed.forward,
-            },
-        )
+        held = {
+            "gathered_weights": _gathered(step, following, sizes),
+            "gradients": before,
+            "activations": saved_before(steps, index),
+            "segment": step.needed.forward,
+        }
+        yield f"forward of {step.title}", held
 
 
 def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
@@ -97,25 +95,14 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
         }
         if step.needed.early:
             # The loss comes before the products that make gradients of parameters.
-            yield (
-                f"loss of {step.title}",
-                {
-                    **around,
-                    "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
-                    "segment": step.needed.early,
-                },
-            )
+            buffers = reducing + sum(made[path] for path in sizes if path not in done)
+            held = {**around, "gradient_buffers": buffers, "segment": step.needed.early}
+            yield f"loss of {step.title}", held
         made.update(step.raw)
         open_units = [path for path in sizes if made[path] and path not in done]
-        yield (
-            f"backward of {step.title}",
-            {
-                **around,
-                "gradient_buffers": reducing
-                + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units),
-                "segment": step.needed.backward,
-            },
-        )
+        buffers = reducing + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units)
+        held = {**around, "gradient_buffers": buffers, "segment": step.needed.backward}
+        yield f"backward of {step.title}", held
         finished = [sizes[path] for path in open_units if made[path] >= sizes[path].raw]
         if finished:
             reducing = finished[-1].reducing

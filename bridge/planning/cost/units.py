@@ -60,25 +60,13 @@ class UnitKind:
     gathers: int
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One unit of a model."""
-
-    path: str
-    kind: UnitKind
-
-
-@dataclass(frozen=True)
-class CutModel:
-    """Units in definition order, the root last."""
-
-    units: tuple[Unit, ...]
-
-
 def cut(
     model: Model, policy: ShardingPolicy, runtime: str, model_axes: Mapping[str, int], prefetch: int
-) -> CutModel:
-    """Apply a policy's patterns; ``model_axes``: sizes. Raises ``PlanError`` if a pattern matches nothing."""
+) -> dict[str, UnitKind]:
+    """The kind of each unit by its path, in definition order, the root last. ``model_axes``: sizes.
+
+    Raises ``PlanError`` if a pattern matches nothing.
+    """
     try:
         chosen = policy.units_of(model.modules)
     except ValueError as error:
@@ -90,12 +78,12 @@ def cut(
         owned[next(path for path in outward(parameter.module) if path in owned)].append(parameter)
     sharded = {path for path, parameters in owned.items() if parameters and chosen[path].chosen.parameters}
     gathers = _gathers(model, chosen, sharded, prefetch) if runtime == "jax" else {}
-    units = []
+    kinds: dict[str, UnitKind] = {}
     for path, unit in chosen.items():
         inside = next((inner for inner in chosen if inner != path and path in outward(inner)), None)
         if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
             raise PlanError(f"model {model.name}: {policy.source}: {reason}")
-        kind = UnitKind(
+        kinds[path] = UnitKind(
             groups=_groups(path, owned[path], policy, runtime, cuts, model_axes),
             strategy=unit.chosen,
             granularity=unit.granularity,
@@ -103,10 +91,9 @@ def cut(
             recompute=unit.recompute,
             gathers=gathers.get(path, TWICE),
         )
-        units.append(Unit(path, kind))
     if runtime == "jax":
-        _check_stacks(model, units)
-    return CutModel(tuple(units))
+        _check_stacks(model, kinds)
+    return kinds
 
 
 def _gathers(
@@ -125,15 +112,15 @@ def _gathers(
     return Gathers(sharded, recomputed, inside, is_traced, 1 + prefetch).of_each(ROOT)
 
 
-def _check_stacks(model: Model, units: Iterable[Unit]) -> None:
+def _check_stacks(model: Model, kinds: Mapping[str, UnitKind]) -> None:
     """Scanned layers run one program, so all layers of a stack must be cut alike."""
     layers: dict[str, dict[str, dict[str, UnitKind]]] = {stack: {} for stack in model.stacks}
     for path in model.modules:
         if layer := model.layer_of(path):
             layers[layer[0]].setdefault(layer[1], {})
-    for unit in units:
-        if layer := model.layer_of(unit.path):
-            layers[layer[0]][layer[1]][layer[2]] = unit.kind
+    for path, kind in kinds.items():
+        if layer := model.layer_of(path):
+            layers[layer[0]][layer[1]][layer[2]] = kind
     for stack, cuts in layers.items():
         first, *others = cuts
         for other in others:

@@ -44,16 +44,9 @@ def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
         for k, window in enumerate(windows)
     ]
     layer = _one_layer(sizes, None)
-    return (
-        TracedSegment("embed", "embed", runtime, layer),
-        *(
-            [TracedSegment("positions", "positions", runtime, layer)]
-            if getattr(sizes, "max_length", None)
-            else []
-        ),
-        *layers,
-        TracedSegment("", "head", runtime, layer),
-    )
+    tables = ("embed", "positions") if getattr(sizes, "max_length", None) else ("embed",)
+    first = [TracedSegment(table, table, runtime, layer) for table in tables]
+    return (*first, *layers, TracedSegment("", "head", runtime, layer))
 
 
 def _one_layer(sizes: Any, window: int | None) -> Any:
@@ -82,9 +75,8 @@ def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segm
 
     def head() -> Any:
         norm = decoder.RMSNorm(sizes.d_model, sizes.norm_eps)
-        return torch.nn.Sequential(norm, torch.nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)).to(
-            dtype
-        )
+        linear = torch.nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)
+        return torch.nn.Sequential(norm, linear).to(dtype)
 
     if kind == "embed":
         return torch_trace.trace_segment(embed, tokens)

@@ -61,9 +61,8 @@ class FormulaSegment:
         attending = saved - round(tokens * self.after * size)
         forward = input_bytes + max(saved + working, attending + scores * _WIDE)
         backward = max(saved + working, attending + scores * (_WIDE + size))
-        return SegmentBytes(
-            saved, input_bytes, forward, backward, input_bytes + max(forward, backward), forward
-        )
+        again = input_bytes + max(forward, backward)
+        return SegmentBytes(saved, input_bytes, forward, backward, again, forward)
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,5 @@ class ResidualSegment:
         masks = scores * (wide + 1)
         narrow, broad = self.arrays
         largest = max(round(tokens * max(narrow * size, broad * wide)), scores * wide)
-        return SegmentBytes.of_residuals(
-            saved, round(tokens * self.input * size), largest, fixed=masks, fixed_saved=masks
-        )
+        input_bytes = round(tokens * self.input * size)
+        return SegmentBytes.of_residuals(saved, input_bytes, largest, fixed=masks, fixed_saved=masks)

@@ -33,10 +33,11 @@ def trace_segment(
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, compute), state)
     differentiable = jnp.issubdtype(example.dtype, jnp.floating)
 
+    def run(state: Any, _inner: Any, values: Any) -> Any:
+        return finish(nnx.merge(graph, state)(values, *others))
+
     def differentiated(state: Any, _inner: Any, values: Any) -> Any:
-        output, vjp = jax.vjp(
-            lambda state, _, values: finish(nnx.merge(graph, state)(values, *others)), state, (), values
-        )
+        output, vjp = jax.vjp(run, state, (), values)
         # Backward has the weights in any case.
         vjp.args_res[:2] = [None, None]
         return output, vjp
@@ -46,26 +47,18 @@ def trace_segment(
     def split(state: Any, values: Any) -> tuple[list[Any], list[Any]]:
         (output, vjp), depends = residuals.with_dependence(differentiated, state, (), values)
         leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
-        residuals_of_input = list(zip(leaves, depends[results:], strict=True))
+        varying = list(zip(leaves, depends[results:], strict=True))
         # Constants, such as the zeros of a mask, are made at their use.
-        return [leaf for leaf, varies in residuals_of_input if varies], [
-            leaf for leaf, varies in residuals_of_input if not varies
-        ]
+        return [leaf for leaf, varies in varying if varies], [leaf for leaf, varies in varying if not varies]
 
     kept, constants = jax.eval_shape(split, state, example)
     sizes = [_bytes(leaf) for leaf in kept]
     saved, largest = sum(sizes), max(sizes, default=0)
     size = _bytes(example) if differentiable else 0
-    program = jax.make_jaxpr(lambda state, values: finish(nnx.merge(graph, state)(values, *others)))(
-        state, example
-    )
-    return SegmentBytes.of_residuals(
-        saved,
-        size,
-        largest,
-        fixed=sum(_bytes(v.aval) for v in residuals.constants_of(program)),
-        fixed_saved=sum(map(_bytes, constants)),
-    )
+    program = jax.make_jaxpr(run)(state, (), example)
+    fixed = sum(_bytes(constant.aval) for constant in residuals.constants_of(program))
+    fixed_saved = sum(map(_bytes, constants))
+    return SegmentBytes.of_residuals(saved, size, largest, fixed=fixed, fixed_saved=fixed_saved)
 
 
 def _bytes(aval: Any) -> int:

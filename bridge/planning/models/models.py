@@ -118,9 +118,7 @@ def _of_config(name: str, stacked: Sequence[str], attention: Attention | None) -
     else:
         activations = decoder_activations("jax", config)
     source, chosen = "jax_impl.models.CausalLM", attention or Attention.plain
-    models = {
-        "jax": Model(name, modules, parameters, activations, source, tuple(stacked), chosen.value),
-    }
+    models = {"jax": Model(name, modules, parameters, activations, source, tuple(stacked), chosen.value)}
     # For other families, the layers of Hugging Face are not counted.
     return models if shape is None else {"torch": shape_model(name, shape, "torch", attention), **models}
 
@@ -168,7 +166,6 @@ def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
 
 
 def _torch_kind(nn: Any, module: Any, name: str) -> str:
-    """See ``Parameter``."""
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear):
@@ -184,10 +181,9 @@ def nnx_shapes(
     Parameters of a stack are returned layer by layer.
     """
     nnx = framework("flax.nnx")
+    paths = [path.replace(".", "/") for path in stacked]
     try:
-        lengths = part("jax", "modules.stack").stack_lengths(
-            model, [path.replace(".", "/") for path in stacked]
-        )
+        lengths = part("jax", "modules.stack").stack_lengths(model, paths)
     except ValueError as error:
         raise PlanError(f"model {name}: {error}") from error
     stacks = {path.replace("/", "."): length for path, length in lengths.items()}
@@ -196,15 +192,10 @@ def nnx_shapes(
         for path, module in nnx.iter_modules(model)
         if isinstance(module, nnx.Conv | nnx.ConvTranspose)
     }
-    parameters = [
-        Parameter(
-            _dotted(path),
-            tuple(variable.get_raw_value().shape),
-            str(variable.get_raw_value().dtype),
-            kind="convolution" if path in convolutions else "",
-        )
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    ]
+    parameters: list[Parameter] = []
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        array, kind = variable.get_raw_value(), "convolution" if path in convolutions else ""
+        parameters.append(Parameter(_dotted(path), tuple(array.shape), str(array.dtype), kind=kind))
     modules = list(_nnx_modules(model))
     for stack, length in stacks.items():
         inside = [parameter for parameter in parameters if parameter.path.startswith(f"{stack}.")]

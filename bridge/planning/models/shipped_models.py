@@ -149,12 +149,8 @@ class Experts:
 
     def residuals(self, hidden: int) -> tuple[int, int, int]:
         """Per token in JAX: elements in the compute dtype, elements in float32, bytes of places."""
-        per_token = self.active + self.shared
-        return (
-            6 * self.ff * per_token + hidden * self.active,
-            (hidden + 2) * self.active + self.count,
-            12 * self.active,
-        )
+        narrow = 6 * self.ff * (self.active + self.shared) + hidden * self.active
+        return narrow, (hidden + 2) * self.active + self.count, 12 * self.active
 
     def widest(self, hidden: int) -> tuple[int, int]:
         """Elements per token of the largest array in the compute dtype, and in float32."""
