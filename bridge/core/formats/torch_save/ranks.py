@@ -17,13 +17,16 @@ from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, UnreadableValue
 from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
+from bridge.core.formats.torch_save.deepspeed import DeepSpeedReader, holds_zero_shards
 from bridge.core.formats.torch_save.files import TORCH_FILES
 from bridge.core.formats.torch_save.reader import PIECE, TorchSaveReader
 from bridge.core.text import counted, first_of
 
 
-def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader:
+def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader | DeepSpeedReader:
     """The reader for torch.save's files at `path`: of one model, or of the pieces of several ranks."""
+    if holds_zero_shards(path):
+        return DeepSpeedReader(path, verify)
     return (RanksReader if TORCH_FILES.find(path).of_ranks else TorchSaveReader)(path, verify)
 
 

@@ -44,8 +44,8 @@ PIECE: Final = (
     "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder with all files"
 )
 _ZERO_3: Final = (
-    "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: run "
-    "zero_to_fp32.py, which DeepSpeed writes into the same folder, to join them"
+    "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: give the "
+    "folder with all files"
 )
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
