@@ -40,8 +40,8 @@ from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.notes import PLACES
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.mapping.states.source_tree import find
-from bridge.core.mapping.states.step_values import with_step_tensors
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which describe the checkpoint."""
@@ -153,7 +153,7 @@ class _Sides:
     ) -> _Sides:
         if table is not None:
             whole_a, whole_b = (
-                with_named_states(with_step_tensors(whole), table, optimizer_order)
+                with_named_states(with_plain_states(whole), table, optimizer_order)
                 for whole in (whole_a, whole_b)
             )
         target: str | Convention | None = into

@@ -42,7 +42,7 @@ from bridge.core.mapping.plan.plan import carried_over
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.numbered_states import with_named_states
-from bridge.core.mapping.states.step_values import with_step_tensors
+from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.version import __version__
 
 
@@ -301,7 +301,7 @@ def _chosen(
     left_out: Sequence[str] = ()
     if table is not None:
         table = with_config(table, whole)
-        held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
+        held = with_named_states(with_plain_states(held), table, options.optimizer_order)
     reader = held
     if not options.selection.everything:
         reader = selected = SelectedReader(held, options.selection)

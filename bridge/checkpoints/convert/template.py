@@ -51,8 +51,8 @@ from bridge.core.mapping.states.equal_names import SOURCE, TARGET, table_of_equa
 from bridge.core.mapping.states.notes import PLACES, kind_of
 from bridge.core.mapping.states.numbered_states import NamedStates, with_named_states
 from bridge.core.mapping.states.optimizers import refused, remarks
+from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.mapping.states.source_tree import NameIndex, find
-from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.text import first_of
 
 _OWN = "template:"
@@ -133,7 +133,7 @@ class Template:
         translated = table is not None
         if table is None:
             table, from_, into = table_of_equal_names(source, self.reader), SOURCE, TARGET
-        named = with_named_states(with_step_tensors(self.reader), table, order)
+        named = with_named_states(with_plain_states(self.reader), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
         assert plan.conventions is not None  # it has a mapping

@@ -32,8 +32,8 @@ from bridge.core.mapping.language.conventions import MOMENTS, SCALES, Moment
 from bridge.core.mapping.plan.plan import PlannedTensor
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.mapping.states.source_tree import SourceState, SourceTree, find
-from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.text import counted, first_of
 from bridge.core.views import Viewed
 
@@ -205,7 +205,7 @@ class _Steps:
         assert sides is not None
         order = options.optimizer_order
         named, there = (
-            with_named_states(with_step_tensors(reader), mapping, order) for reader in (source, result)
+            with_named_states(with_plain_states(reader), mapping, order) for reader in (source, result)
         )
         everything = options.selection.everything
         self.readers = (named if everything else SelectedReader(named, options.selection), there)

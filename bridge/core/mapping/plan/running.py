@@ -29,8 +29,8 @@ from bridge.core.mapping.one_rule.sizes import require_model, with_config, with_
 from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.mapping.states.source_tree import find
-from bridge.core.mapping.states.step_values import with_step_tensors
 
 AnyMapping = str | os.PathLike[str] | MappingTable
 """The name of a shipped family, a TOML file, or a table."""
@@ -178,7 +178,7 @@ class LoadedAs(ComputedReader):
         assert table is not None
         table = with_config(table, reader)
         table = _with_own_config(table, state, config or {})
-        reader = with_named_states(with_step_tensors(reader), table)
+        reader = with_named_states(with_plain_states(reader), table)
         run = find(state.tensors.values(), table, None, state.path)
         self._reader = reader
         self._plan: TranslationPlan = make_plan(

@@ -1,4 +1,4 @@
-"""Step counts that are numbers, have one element, or stand in a group of parameters."""
+"""Step counts that are numbers, have one element, or stand in a group; names that wrappers have changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.ground.selection import Selection
 from bridge.core.formats import open_checkpoint
@@ -112,3 +113,54 @@ def test_a_load_through_a_mapping_reads_numbers_and_names_as_a_conversion_does(t
     with LoadedAs(open_checkpoint(tmp_path / "a.pt"), run, rules()) as loaded:
         assert int(loaded.read("opt_state/count")) == 3
         assert np.array_equal(loaded.read("opt_state/nu/b/kernel"), np.full((5, 4), 2.0))
+
+
+def wrapped(state: dict[str, Any], how: str) -> dict[str, Any]:
+    """The state dict with names as wrappers make them, in weights, moments and groups."""
+
+    def name(plain: str) -> str:
+        return how.format(*plain.split(".", 1))
+
+    optimizer = state["optimizer"]
+    groups = [{**group, "params": [*map(name, group["params"])]} for group in optimizer["param_groups"]]
+    moments = {name(plain): values for plain, values in optimizer["state"].items()}
+    model = {name(plain): value for plain, value in state["model"].items()}
+    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}
+
+
+@pytest.mark.parametrize("file", ["dcp", "torch"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "_orig_mod.{}.{}",
+        "{}._orig_mod.{}",
+        "{}._checkpoint_wrapped_module._orig_mod.{}",
+        "_fsdp_wrapped_module.{}._fsdp_wrapped_module.{}",
+    ],
+)
+def test_wrapped_names_are_the_models_own(tmp_path: Path, how: str, file: str) -> None:
+    state = state_dict(torch.tensor(3.0))
+    for number, tree in enumerate((state, wrapped(state, how))):
+        if file == "dcp":
+            dcp.save(tree, checkpoint_id=tmp_path / f"{number}")
+        else:
+            torch.save(tree, tmp_path / f"{number}")
+        convert(tmp_path / f"{number}", tmp_path / f"jax{number}", mapping=rules())
+    assert diff(tmp_path / "jax0", tmp_path / "jax1").same
+    assert count(tmp_path / "jax1") == 3
+    assert diff(tmp_path / "1", tmp_path / "jax0", mapping=rules()).same
+
+
+def test_names_that_would_be_equal_without_wrappers_stay(tmp_path: Path) -> None:
+    state = state_dict(torch.tensor(3.0))
+    state["model"]["_orig_mod.a.weight"] = torch.zeros(2, 3)
+    torch.save(state, tmp_path / "twice.pt")
+    with pytest.raises(MappingError, match=r"1 of \d+ tensors match no rule: model\._orig_mod\.a\.weight"):
+        convert(tmp_path / "twice.pt", tmp_path / "jax", mapping=rules())
+
+
+def test_without_a_mapping_names_stay(tmp_path: Path) -> None:
+    torch.save({"_orig_mod.a.weight": torch.zeros(2, 3)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+    with open_checkpoint(tmp_path / "dcp") as reader:
+        assert [*reader.tensors] == ["_orig_mod.a.weight"]

@@ -1,4 +1,6 @@
-"""Step counts that a state dict stores as numbers, converted to tensors like those of torch's own optimizers.
+"""State dicts as plain torch writes them: names without wrappers, and a scalar for each step count.
+
+model.layers.0._checkpoint_wrapped_module._orig_mod.up.weight      model.layers.0.up.weight
 
 optimizer.state.0.step              3                   torch before 1.12, many third-party optimizers
 optimizer.param_groups.0.step       3                   one for all weights of a group, as in apex
@@ -8,6 +10,7 @@ optimizer.state.0.step              tensor([3.])        of shape (1,)
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,21 +21,63 @@ from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, v
 _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"
 _MOMENT = "exp_avg"
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _STATE_DICTS = frozenset({"dcp", "safetensors", "torch"})
 
 
-def with_step_tensors(reader: CheckpointReader) -> CheckpointReader:
-    """``reader`` with a float32 scalar for each step count that is a number or has one element; else ``reader`` itself.
+def with_plain_states(reader: CheckpointReader) -> CheckpointReader:
+    """``reader`` with plain names, and a float32 scalar for each step count that is a number or has one element.
 
-    A group's step count is given to each of its weights that has a first moment and no count.
+    A group's step count is given to each of its weights that has a first moment and no count. A reader that has nothing
+    else is returned as it is, and so are names that would become equal.
     """
     if reader.format not in _STATE_DICTS:
         return reader
+    reader = _without_wrappers(reader)
     values = dict(_of_weights(reader))
     known = {info.path for info in reader.tensors.values()} | values.keys()
     values |= {path: value for path, value in _of_groups(reader) if path not in known}
     short = [n for n, info in reader.tensors.items() if _is_step(info.path) and info.shape == (1,)]
     return StepTensors(reader, values, short) if values or short else reader
+
+
+def _without_wrappers(reader: CheckpointReader) -> CheckpointReader:
+    old = {info.path: name for name, info in reader.tensors.items()}
+    old |= {path: name for name, path in reader.object_paths.items()}
+    if not any(_WRAPPER.search(name) for name in old.values()):
+        return reader
+    names = {name: tuple(map(_plain, path)) for path, name in old.items()}
+    return reader if len(set(names.values())) < len(names) else PlainNames(reader, names)
+
+
+def _plain(key: str | int) -> str | int:
+    return _WRAPPER.sub("", key) if isinstance(key, str) else key
+
+
+class PlainNames(AlteredReader):
+    """``reader`` with other tree paths, ``paths`` by name, and with names that follow from these paths."""
+
+    def __init__(self, reader: CheckpointReader, paths: Mapping[str, TreePath]) -> None:
+        super().__init__(reader)
+        plain = {name: ".".join(map(str, path)) for name, path in paths.items()}
+        self._owns = {plain[name]: name for name in paths}
+        self.tensors = {
+            plain[name]: dataclasses.replace(info, name=plain[name], path=paths[name])
+            for name, info in reader.tensors.items()
+        }
+        self.object_paths = {plain[name]: paths[name] for name in reader.object_paths}
+        self.objects = ReadWhenAsked(self.object_paths, self._object)
+        self.unreadable = {plain[name]: reason for name, reason in self.unreadable.items()}
+        if self.kinds is not None:
+            self.kinds = {plain[name]: leaf_kind for name, leaf_kind in self.kinds.items()}
+
+    def _own(self, name: str) -> str | None:
+        return self._owns[name]
+
+    def _object(self, name: str) -> object:
+        value = self._reader.objects[self._owns[name]]
+        # A group of a state dict with names lists the names of its weights.
+        return [*map(_plain, value)] if isinstance(value, list) else value
 
 
 class StepTensors(AlteredReader):
