@@ -32,7 +32,7 @@ from bridge.core.formats.tensors.base import (
     TreePath,
 )
 from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
-from bridge.core.formats.whole.read_only import directory_format, single_file_format
+from bridge.core.formats.whole.read_only import TREE_OF_PLACEHOLDERS, directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 from bridge.core.long_calls import collection_paused
 from bridge.core.text import first_of
@@ -107,13 +107,8 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         return "safetensors"
     if (format := directory_format(where)) is not None:
         return format
-    if single_file_format(where / "checkpoint") == "msgpack":
-        from bridge.core.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
-
-        MsgpackReader(where / "checkpoint").close()
-        arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = f"it contains flax's file checkpoint: give the path of that file, {where / 'checkpoint'}"
-        raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
+    if single_file_format(where / TREE_OF_PLACEHOLDERS) == "msgpack":
+        return "msgpack"
     names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
@@ -187,9 +182,9 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
 
         return NpzReader(path, verify)
     if format == "msgpack":
-        from bridge.core.formats.flax_msgpack.reader import MsgpackReader
+        from bridge.core.formats.whole.placeholders import open_msgpack
 
-        return MsgpackReader(path)
+        return open_msgpack(path, verify)
     if format == "safetensors":
         from bridge.core.formats.safetensors.reader import SafetensorsReader
 

@@ -255,29 +255,13 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "a.msgpack")
 
 
-@pytest.mark.parametrize(
-    "leaf", ["PLACEHOLDER://params.w", {"driver": "zarr", "kvstore": {"path": "params.w"}}]
-)
-def test_a_tree_whose_arrays_are_in_folders_of_zarr_is_named(tmp_path: Path, leaf: object) -> None:
-    """As Orbax wrote before 2024, and T5X: the text must not be taken for a value of the tree."""
-    (tmp_path / "old" / "params.w").mkdir(parents=True)
-    (tmp_path / "old" / "params.w" / ".zarray").write_text("{}")
-    file = tmp_path / "old" / "checkpoint"
-    file.write_bytes(flax.serialization.msgpack_serialize({"params": {"w": leaf}, "step": 7}))
-    for path in (tmp_path / "old", file):
-        with pytest.raises(
-            CheckpointError, match=r"checkpoint: this is a checkpoint that Orbax or T5X wrote before 2024"
-        ):
-            open_checkpoint(path)
-
-
-def test_a_directory_with_one_file_of_flax_says_how_to_open_it(tmp_path: Path) -> None:
+def test_a_directory_with_flaxs_file_checkpoint_is_read(tmp_path: Path) -> None:
     tree = {"params": {"w": np.ones(2, np.float32)}}
     (tmp_path / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
-    with pytest.raises(CheckpointError, match=rf"give the path of that file, {tmp_path / 'checkpoint'}$"):
-        open_checkpoint(tmp_path)
-    with open_checkpoint(tmp_path / "checkpoint") as reader:
-        assert [*reader.tensors] == ["params/w"]
+    for path in (tmp_path, tmp_path / "checkpoint"):
+        with open_checkpoint(path) as reader:
+            assert [*reader.tensors] == ["params/w"]
+            assert np.array_equal(reader.read("params/w"), np.ones(2))
     # TensorFlow's file of this name is text.
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')
     with pytest.raises(CheckpointError, match="expected a DCP checkpoint"):

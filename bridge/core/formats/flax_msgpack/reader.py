@@ -56,8 +56,18 @@ class Pieces:
     unreadable: str | None = None
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """An array in the zarr folder of this name next to the file: a placeholder of Orbax, or T5X's tensorstore spec."""
+
+    folder: str
+
+
 def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
-    """Each leaf with its path: Pieces of an array, or another value. CheckpointError if the root is not a map."""
+    """Each leaf with its path: Pieces of an array, Elsewhere, or another value.
+
+    CheckpointError if the root is not a map.
+    """
     if not isinstance(root, dict):
         raise CheckpointError(f"{what}: expected a tree with keys, found {type(root).__name__}")
     walked = list(_walk(root, (), what))
@@ -71,6 +81,10 @@ def _walk(node: object, path: TreePath, what: str) -> Iterator[tuple[TreePath, o
     where = f"{what}: {'/'.join(map(str, path))!r:.200}"
     if isinstance(node, StoredArray):
         yield path, _pieces([node], node.shape, where)
+    elif isinstance(node, str) and node.startswith(_ELSEWHERE):
+        yield path, Elsewhere(node.removeprefix(_ELSEWHERE))
+    elif isinstance(node, dict) and node.get("driver") == "zarr" and isinstance(node.get("kvstore"), dict):
+        yield path, Elsewhere(str(node["kvstore"].get("path")).rstrip("/").rpartition("/")[2])
     elif isinstance(node, dict) and CHUNKED in node:
         yield path, _chunked(node, where)
     elif isinstance(node, dict) and node:
@@ -137,13 +151,7 @@ def _is_position(key: str) -> bool:
     return key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0") and len(key) < 19
 
 
-OLD_ORBAX: Final = (
-    "this is a checkpoint that Orbax or T5X wrote before 2024: a tree in msgpack, and a zarr folder for each array. "
-    "Restore it with orbax.checkpoint.PyTreeCheckpointer (T5X with t5x), and save it with StandardCheckpointer"
-)
 _ELSEWHERE: Final = "PLACEHOLDER://"
-_SPEC: Final = ("driver", "zarr")
-"""A leaf of T5X is the tensorstore spec of its array; this is one key of the spec."""
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -163,6 +171,8 @@ class MsgpackReader(SingleChunkReader):
         self._stored: dict[str, tuple[str, Pieces] | np.ndarray] = {}
         self._values: dict[str, object] = {}
         self._kinds: dict[str, str] = {}
+        self.elsewhere: dict[str, tuple[TreePath, str]] = {}
+        """Path and folder of the arrays that are not in the file, by name; `whole/placeholders.py` reads them."""
         owners = [(name, file) for file in self._fileset.names for name in self._read_file(file)]
         if self._fileset.weight_map is not None:
             check_index(self._fileset.directory, self._fileset.weight_map, owners)
@@ -229,6 +239,9 @@ class MsgpackReader(SingleChunkReader):
             yield name
 
     def _take(self, name: str, path: TreePath, file: str, value: object) -> None:
+        if isinstance(value, Elsewhere):
+            self.elsewhere[name] = path, value.folder
+            return
         if isinstance(value, Pieces):
             self._stored[name] = file, value
             self._add_tensor(name, path, value.shape, value.dtype)
@@ -242,8 +255,6 @@ class MsgpackReader(SingleChunkReader):
             if not isinstance(value, complex):
                 self._kinds[name] = SCALAR
             return
-        if isinstance(value, str) and (value.startswith(_ELSEWHERE) or (path[-1], value) == _SPEC):
-            raise CheckpointError(f"{self._fileset.directory / file}: {OLD_ORBAX}")
         self._values[name], self._object_paths[name] = value, path
         leaf_kind = STRING if isinstance(value, str) else empty_kind(value)
         if leaf_kind is not None:

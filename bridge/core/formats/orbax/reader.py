@@ -92,21 +92,7 @@ class OrbaxReader(ClosedAtEnd):
         self.path = path if isinstance(path, StorePath) else Path(os.path.abspath(path))
         if not self.path.is_dir():
             raise FileNotFoundError(f"expected a checkpoint directory at {self.path}, found none")
-        self._item = find_item(self.path)
-        if not is_committed(self.path, self._item):
-            if (self.path / CLAIM).is_file():
-                raise CheckpointError(
-                    f"{self.path} is a checkpoint that was never finished, or is being written ({CLAIM} is there, and "
-                    f"no {COMMIT_FILE}): convert again with --resume, or use an earlier checkpoint"
-                )
-            warn_caller(
-                f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish"
-            )
-        if others := items_beside(self.path, self._item):
-            warn_caller(
-                f"{self._item.parent} also contains {', '.join(others)}, which is not read: only the item with arrays "
-                "is read"
-            )
+        self._item = self._find_item()
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
@@ -116,7 +102,7 @@ class OrbaxReader(ClosedAtEnd):
         self._inline: dict[str, bytes] = {}
         self._closed = False
         self._context = new_context()
-        tree = parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
+        tree = self._read_tree()
         self._store = self._open_store(tree)
         names = list(map(leaf_name, tree.arrays))
         self._layouts = self._read_layouts(tree, names)
@@ -210,6 +196,26 @@ class OrbaxReader(ClosedAtEnd):
         self._arrays.clear()
         self._values.close()
 
+    def _find_item(self) -> Path:
+        item = find_item(self.path)
+        if not is_committed(self.path, item):
+            if (self.path / CLAIM).is_file():
+                raise CheckpointError(
+                    f"{self.path} is a checkpoint that was never finished, or is being written ({CLAIM} is there, and "
+                    f"no {COMMIT_FILE}): convert again with --resume, or use an earlier checkpoint"
+                )
+            warn_caller(
+                f"{item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish"
+            )
+        if others := items_beside(self.path, item):
+            warn_caller(
+                f"{item.parent} also contains {', '.join(others)}, which is not read: only the item with arrays is read"
+            )
+        return item
+
+    def _read_tree(self) -> Tree:
+        return parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
+
     def _copy_decoded(self, name: str, parts: list[Box], box: Box, out: np.ndarray) -> None:
         """Decode parts of chunks into place, several at a time."""
         most = max(1, _IN_FLIGHT // max(1, self._layouts[name].chunk_bytes))
@@ -285,7 +291,7 @@ class OrbaxReader(ClosedAtEnd):
 
     def _read_layouts(self, tree: Tree, names: Sequence[str]) -> dict[str, ArrayLayout]:
         """Every array's layout by leaf name, in the order of the tree; all their chunks are known to exist."""
-        stored_as = list(map(storage_key, tree.arrays))
+        stored_as = [tree.keys.get(path) or storage_key(path) for path in tree.arrays]
         described = [metadata_key(key, zarr3=tree.use_zarr3) for key in stored_as]
         with explain(f"{self._item}: cannot list the array store"):
             if self._ocdbt:

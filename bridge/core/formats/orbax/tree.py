@@ -21,7 +21,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
@@ -142,7 +142,8 @@ class Tree:
     """`_METADATA`, checked. Each leaf of the checkpoint is in exactly one of `arrays`, `strings`, `objects`.
 
     strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects. kinds:
-    special types of leaves, see `tensors/leaves.py`. use_ocdbt: None if `_METADATA` does not say.
+    special types of leaves, see `tensors/leaves.py`. use_ocdbt: None if `_METADATA` does not say. keys: of arrays in
+    the store, by path, if they are not the path's `storage_key`.
     """
 
     arrays: tuple[TreePath, ...]
@@ -151,6 +152,7 @@ class Tree:
     kinds: Mapping[TreePath, str]
     use_ocdbt: bool | None
     use_zarr3: bool
+    keys: Mapping[TreePath, str] = field(default_factory=dict)
 
 
 def parse_tree(data: object, what: str) -> Tree:

@@ -20,6 +20,8 @@ NPZ_FILES: Final = FileKind((".npz",))
 MSGPACK_FILES: Final = FileKind(
     (".msgpack",), ("flax_model.msgpack", "flax_model.msgpack.index.json", "diffusion_flax_model.msgpack")
 )
+TREE_OF_PLACEHOLDERS: Final = "checkpoint"
+"""The file of msgpack in a folder of Orbax, flax or T5X before 2024."""
 _KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
 _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 """First bytes of a msgpack map with at least one entry; no pickle begins with them."""
