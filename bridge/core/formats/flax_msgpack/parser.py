@@ -13,9 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
+from bridge.core.formats.reading.model_files import FileKind
 from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 from bridge.core.formats.tensors.plain import MAX_NODES
 
+MSGPACK_FILES: Final = FileKind(
+    (".msgpack",), ("flax_model.msgpack", "flax_model.msgpack.index.json", "diffusion_flax_model.msgpack")
+)
 _MAX_DEPTH: Final = 64
 _MAX_TEXT: Final = 1 << 24
 CHUNKED: Final = "__msgpack_chunked_array__"

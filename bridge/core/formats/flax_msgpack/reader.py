@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from bridge.core.formats.files.flat import copy_flat
-from bridge.core.formats.flax_msgpack.parser import CHUNKED, StoredArray, parse
+from bridge.core.formats.flax_msgpack.parser import CHUNKED, MSGPACK_FILES, StoredArray, parse
 from bridge.core.formats.reading.read_memory import BLOCK
 from bridge.core.formats.reading.single_chunk import SingleChunkReader
 from bridge.core.formats.reading.source_files import FileArray
@@ -37,7 +37,6 @@ from bridge.core.formats.tensors.base import (
 from bridge.core.formats.tensors.leaves import SCALAR, STRING, empty_kind, is_tree_path, is_unicode
 from bridge.core.formats.tensors.plain import plain_value
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
-from bridge.core.formats.whole.read_only import MSGPACK_FILES
 
 OPTIMIZER: Final = frozenset({"opt_state", "optimizer"})
 _UNREADABLE: Final = np.dtype(np.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from bridge.core.formats.flax_msgpack.parser import MSGPACK_FILES
 from bridge.core.formats.reading.model_files import FileKind
 from bridge.core.formats.reading.source_files import SourceFiles
 from bridge.core.formats.reading.zip_directory import ZIP_MAGIC, read_directory
@@ -17,9 +18,6 @@ from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.torch_save.files import TORCH_FILES
 
 NPZ_FILES: Final = FileKind((".npz",))
-MSGPACK_FILES: Final = FileKind(
-    (".msgpack",), ("flax_model.msgpack", "flax_model.msgpack.index.json", "diffusion_flax_model.msgpack")
-)
 TREE_OF_PLACEHOLDERS: Final = "checkpoint"
 """The file of msgpack in a folder of Orbax, flax or T5X before 2024."""
 _KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
