@@ -79,6 +79,7 @@ def convert(
         items=run.items,
         write_items=write_items,
         like=content.like,
+        salvage=content.salvage,
         **translation,
     )
     with user_errors(json=json):
@@ -138,7 +139,7 @@ def _convert(
 
             proof = prove(at_step(src, step), dst, options)
     print_result(report, json, proof)
-    if proof is not None and not proof:
+    if report.faults or (proof is not None and not proof):
         raise typer.Exit(1)
 
 

@@ -39,6 +39,13 @@ class ContentOptions(SelectionOptions):
             "damage in SRC is copied into DST, and DST's new checksums confirm it.",
         ),
     ] = True
+    salvage: Annotated[
+        bool,
+        typer.Option(
+            "--salvage",
+            help="Leave out what is damaged in SRC, and name it; the exit status is 1 if anything is.",
+        ),
+    ] = False
     companions: Annotated[
         bool,
         typer.Option(

@@ -66,6 +66,8 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
             "note: no config.json went along, and from_pretrained needs it: copy it and the tokenizer files into the "
             "new folder",
         )
+    for line in grouped(report.faults.items()):
+        print_line(out, f"damaged, left out: {line}")
     print_left_alone(out, report.left_alone)
     for line in grouped(report.not_copied.items()):
         print_line(out, f"not copied: {line}")

@@ -55,7 +55,8 @@ class ConvertReport(Viewed):
     kept: companions that a replaced checkpoint had and the source lacks. not_copied: why other companions were not
     copied. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files next to the source
     that look like weights, each with the reason why it was not read. filled: by name in the destination, the content of
-    leaves that the source lacks, see `template.py`. The report is true if `complete` is.
+    leaves that the source lacks, see `template.py`. faults: what `salvage` left out, by name. The report is true if
+    `complete` is.
     """
 
     source: Path | str
@@ -78,11 +79,12 @@ class ConvertReport(Viewed):
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        """Whether every file of weights was read, and no cast made a finite element infinite or NaN."""
-        return not (self.left_alone or self.overflowed)
+        """Whether all was whole, every file of weights was read, and no cast made a finite element infinite or NaN."""
+        return not (self.faults or self.left_alone or self.overflowed)
 
     def __bool__(self) -> bool:
         return self.complete
@@ -125,6 +127,7 @@ def report_of(
         remarks=conversion.remarks,
         left_alone=conversion.left_alone,
         filled=conversion.filled,
+        faults=conversion.faults,
     )
 
 
@@ -240,13 +243,14 @@ def convert(
     write_items: Sequence[str] = (),
     optimizer_order: str | None = None,
     like: str | os.PathLike[str] | None = None,
+    salvage: bool = False,
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, merge_adapter, items,
-    write_items, optimizer_order, like: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory
-    of steps. verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own
-    checksums then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete.
+    write_items, optimizer_order, like, salvage: see `ConvertOptions`. step: a number or "latest", where ``src`` is a
+    directory of steps. verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose
+    own checksums then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete.
     resume: go on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has
     written to be resumed. progress: called with the bytes done, those in all and a tensor's name; by default tqdm shows
     a bar in a notebook and on a terminal, and False shows none. workers: threads, default by cores; memory grows with
@@ -277,6 +281,7 @@ def convert(
         write_items=write_items,
         optimizer_order=optimizer_order,
         like=like,
+        salvage=salvage,
     )
     return convert_with(src, dst, options, replace=replace, resume=resume, progress=progress, workers=workers)
 

@@ -64,7 +64,7 @@ class ConvertOptions:
     each become an item of an Orbax destination; default: the items of a template that is a step. optimizer_order: the
     meaning of torch's numbers in optimizer states: "model", or a file with one weight's name on each line, see
     `numbered_states.py`. like: a checkpoint that the destination's program saved; the destination gets exactly its
-    tree, see `template.py`.
+    tree, see `template.py`. salvage: leave out what is damaged, see `salvage.py`.
     """
 
     to: Format | None = None
@@ -84,6 +84,7 @@ class ConvertOptions:
     write_items: Sequence[str] = ()
     optimizer_order: str | None = None
     like: str | os.PathLike[str] | None = None
+    salvage: bool = False
 
     def __post_init__(self) -> None:
         if self.to is not None:
@@ -146,6 +147,7 @@ class Conversion:
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, tuple[tuple[Path, ...], str]] = field(default_factory=dict)
     mapping: MappingTable | None = None
     sides: tuple[str, str] | None = None
@@ -175,6 +177,21 @@ class Conversion:
 
 
 @contextmanager
+def _opened(
+    source: str | os.PathLike[str], options: ConvertOptions
+) -> Iterator[tuple[CheckpointReader, Selection, Mapping[str, str]]]:
+    """The source, the selection, and the faults that are left out."""
+    if options.salvage:
+        from bridge.checkpoints.convert.salvage import salvaged
+
+        with salvaged(source, options.items, options.selection) as whole:
+            yield whole
+    else:
+        with open_checkpoint(source, verify=options.verify, items=options.items) as reader:
+            yield reader, options.selection, {}
+
+
+@contextmanager
 def planned(
     source: str | os.PathLike[str], options: ConvertOptions
 ) -> Iterator[tuple[Conversion, CheckpointReader]]:
@@ -185,12 +202,14 @@ def planned(
     table, casts = _table_of(options, options.mapping), parse_casts(options.casts)
     with (
         ExitStack() as planning,
-        open_checkpoint(source, verify=options.verify, items=options.items) as whole,
+        _opened(source, options) as (whole, selection, faults),
         template_at(options.like) if options.like else nullcontext() as template,
         adapter_of(options) as adapter,
     ):
         planning.enter_context(collection_paused())
-        held = checked(whole) if options.verify else whole
+        options = dataclasses.replace(options, selection=selection)
+        # What is salvaged was verified before.
+        held = checked(whole) if options.verify and not options.salvage else whole
         held = changed = altered(held, adapter, options)
         target = options.to or _usual_target(held, template)
         table, found = (table, ()) if table is not None else _found(whole, held, template, target, options)
@@ -224,6 +243,7 @@ def planned(
             remarks=(*found, *plan.remarks, *(changed.remarks if isinstance(changed, MergedReader) else ())),
             left_alone=unread,
             filled=fitted.filled,
+            faults=faults,
             beside={name: _files_of(helper) for name, helper in helpers.items() if helper is not None},
             mapping=fitted.mapping,
             sides=fitted.sides,
@@ -324,7 +344,8 @@ def _files_of(reader: CheckpointReader) -> tuple[tuple[Path, ...], str]:
     """The files of an opened checkpoint, none if they are in a store, and their digest."""
     if isinstance(reader, StoredReader):
         return (), reader.fingerprint
-    files = tuple(reader.files())
+    # What is salvaged may lack files.
+    files = tuple(file for file in reader.files() if file.exists())
     return files, digest_of(files)
 
 

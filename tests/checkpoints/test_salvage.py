@@ -1,0 +1,140 @@
+"""`convert --salvage`: everything that is whole arrives with every bit, and everything else is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from bridge import convert, verify
+from bridge.commands.main import app
+from bridge.core.formats import CheckpointError, Format, create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import TreePath
+
+ARRAYS = {f"model.w{n}[0]": np.random.default_rng(n).standard_normal((40, 30)) for n in range(6)}
+
+
+def written(path: Path, to: Format) -> Path:
+    with create_checkpoint(path, to) as target:
+        infos = []
+        for name, array in ARRAYS.items():
+            own: TreePath = ("model", name.removeprefix("model.")) if to != "safetensors" else (name,)
+            infos.append(target.add_tensor(own, array.shape, array.dtype))
+        target.add_object(("step",), 7)
+        for info, array in zip(infos, ARRAYS.values(), strict=True):
+            for box in target.chunks(info.name):
+                target.write(info.name, box, array[box.slices()])
+    return path
+
+
+def flip(folder: Path, array: np.ndarray) -> None:
+    """Change a bit in the stored bytes of an array."""
+    stored = array[3:9].tobytes()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = bytearray(file.read_bytes())
+        if (at := data.find(stored)) >= 0:
+            data[at + 5] ^= 4
+            file.write_bytes(data)
+            return
+    raise AssertionError("the array is stored as it is")
+
+
+def arrived(path: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(path) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+@pytest.mark.parametrize("source_format", ["dcp", "orbax", "safetensors"])
+def test_a_damaged_tensor_is_left_out_and_named(tmp_path: Path, source_format: Format) -> None:
+    source = written(tmp_path / "source", source_format)
+    names = [*open_checkpoint(source).tensors]
+    flip(source, ARRAYS["model.w2[0]"])
+    with pytest.raises(CheckpointError):
+        convert(source, tmp_path / "strict", to="safetensors")
+    report = convert(source, tmp_path / "out", to="safetensors", salvage=True)
+    damaged = next(name for name in names if "w2" in name)
+    assert {*report.faults} >= {damaged}
+    assert not report.complete
+    assert verify(tmp_path / "out").good
+    assert {name: array.tobytes() for name, array in arrived(tmp_path / "out").items()} == {
+        name: array.tobytes() for name, array in ARRAYS.items() if "w2" not in name
+    }
+
+
+def test_what_has_no_fault_is_converted_as_without(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "dcp")
+    report = convert(source, tmp_path / "out", to="safetensors", salvage=True)
+    assert (report.faults, report.dropped, report.complete) == ({}, (), True)
+    assert len(arrived(tmp_path / "out")) == len(ARRAYS)
+
+
+def missing_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def cut_shard(folder: Path) -> None:
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize("damage", [missing_shard, cut_shard])
+def test_a_shard_that_cannot_be_opened_takes_its_tensors_along(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [*ARRAYS]
+    parts = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for file, own in parts.items():
+        save_file({name: ARRAYS[name] for name in own}, source / file)
+    weight_map = {name: file for file, own in parts.items() for name in own}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    damage(source)
+    report = convert(source, tmp_path / "out", to="safetensors", salvage=True)
+    assert any("model-00002-of-00002.safetensors" in name for name in report.faults), report.faults
+    assert {*arrived(tmp_path / "out")} == set(names[:2])
+
+
+def test_an_object_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3), "when": np.datetime64("2026-01-01")}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "a.pt", tmp_path / "strict", to="dcp")
+    report = convert(tmp_path / "a.pt", tmp_path / "out", to="dcp", salvage=True)
+    assert {*report.faults} == {"when"}
+    assert {*arrived(tmp_path / "out")} == {"w"}
+
+
+def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "orbax")
+    for array in ARRAYS.values():
+        flip(source, array)
+    shutil.rmtree(tmp_path / "strict", ignore_errors=True)
+    with pytest.raises(CheckpointError, match=r"nothing is whole|none of 6 tensors is selected"):
+        convert(source, tmp_path / "out", to="dcp", salvage=True)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "no").mkdir()
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "no", tmp_path / "out", salvage=True)
+
+
+def test_the_command_names_the_damage_and_ends_with_1(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "dcp")
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "--salvage"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    flip(source, ARRAYS["model.w0[0]"])
+    arguments[2] = str(tmp_path / "damaged")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "damaged, left out: model.w0[0]: " in result.stdout
+    assert len(arrived(tmp_path / "damaged")) == len(ARRAYS) - 1
+    document = json.loads(
+        CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "c"), *arguments[3:], "--json"]).stdout
+    )
+    assert [*document["faults"]] == ["model.w0[0]"]
