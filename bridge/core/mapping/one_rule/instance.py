@@ -161,7 +161,10 @@ class Instance:
         missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
         if missing:
             present = next(name for name in self.tensors if self._belongs(name))
-            raise self._error(f"found no tensor {', '.join(missing)}, which the rule needs with {present}")
+            raise self._error(
+                f"found no tensor {', '.join(missing)}, which the rule needs with {present}: leave out the rest of the "
+                "rule, too (--drop), if it is to be left out"
+            )
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
         infos = [self.tensors[name] for name in names]
         for info in infos:
