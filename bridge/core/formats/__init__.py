@@ -32,6 +32,7 @@ from bridge.core.formats.tensors.base import (
     TreePath,
 )
 from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
+from bridge.core.formats.whole.foreign import foreign
 from bridge.core.formats.whole.read_only import TREE_OF_PLACEHOLDERS, directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 from bridge.core.long_calls import collection_paused
@@ -88,11 +89,13 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if not where.is_dir():
         if SAFETENSORS_FILES.is_one(where):
             return "safetensors"
-        if (format := single_file_format(where)) is not None:
+        format, said = single_file_format(where), foreign([where.name])
+        # HDF5 begins with a byte of msgpack.
+        if format is not None and not (said and format == "msgpack"):
             return format
         raise NotADirectoryError(
-            f"{where} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
-            "torch.save, NumPy (.npz) or flax (.msgpack)"
+            f"{where} is a file of another kind{f' ({said})' if said else ''}: expected a checkpoint directory, a "
+            ".safetensors file, or one of torch.save, NumPy (.npz) or flax (.msgpack)"
         )
     if metadata_files(where):
         return "dcp"
@@ -113,10 +116,11 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
     steps = "; if the directory contains several steps, choose one (--step latest, or --step NUMBER)"
+    said = foreign(names)
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
         f"*.msgpack files in {where}, found {first_of(names) or 'an empty directory'}"
-        f"{steps if has_steps(names) else ''}"
+        f"{f'; {said}' if said else steps if has_steps(names) else ''}"
     )
 
 
