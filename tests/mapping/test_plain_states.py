@@ -164,3 +164,31 @@ def test_without_a_mapping_names_stay(tmp_path: Path) -> None:
     convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     with open_checkpoint(tmp_path / "dcp") as reader:
         assert [*reader.tensors] == ["_orig_mod.a.weight"]
+
+
+@pytest.mark.parametrize("how", ["_orig_mod.{}.{}", "{}._checkpoint_wrapped_module.{}"])
+def test_a_template_keeps_its_wrapped_names(tmp_path: Path, how: str) -> None:
+    state = state_dict(torch.tensor(3.0))
+    dcp.save(state, checkpoint_id=tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "jax", mapping=rules())
+    fresh = {
+        key: {n: torch.zeros_like(t) for n, t in values.items()}
+        for key, values in state["optimizer"]["state"].items()
+    }
+    weights = {name: torch.zeros_like(t) for name, t in state["model"].items()}
+    template = {"model": weights, "optimizer": {**state["optimizer"], "state": fresh}}
+    dcp.save(wrapped(template, how), checkpoint_id=tmp_path / "template")
+    report = convert(tmp_path / "jax", tmp_path / "back", mapping=rules(), like=tmp_path / "template")
+    dcp.save(wrapped(state, how), checkpoint_id=tmp_path / "wrapped")
+    assert diff(tmp_path / "back", tmp_path / "wrapped").same
+    assert not any("exp_avg" in name or "weight" in name for name in report.filled if "params" not in name)
+
+
+def test_rules_that_name_wrappers_mean_them(tmp_path: Path) -> None:
+    state = state_dict(torch.tensor(3.0))
+    dcp.save(wrapped(state, "{}._orig_mod.{}"), checkpoint_id=tmp_path / "torch")
+    named = "".join(
+        f'[[rule]]\ntorch = "{n}._orig_mod.weight : o m"\njax = "{n}/kernel : m o"\n' for n in SHAPES
+    )
+    convert(tmp_path / "torch", tmp_path / "jax", mapping=parse_mapping(named, "wrapped.toml"))
+    assert diff(tmp_path / "torch", tmp_path / "jax", mapping=parse_mapping(named, "wrapped.toml")).same

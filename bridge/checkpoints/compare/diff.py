@@ -153,7 +153,7 @@ class _Sides:
     ) -> _Sides:
         if table is not None:
             whole_a, whole_b = (
-                with_named_states(with_plain_states(whole), table, optimizer_order)
+                with_named_states(with_plain_states(whole, table), table, optimizer_order)
                 for whole in (whole_a, whole_b)
             )
         target: str | Convention | None = into

@@ -321,7 +321,7 @@ def _chosen(
     left_out: Sequence[str] = ()
     if table is not None:
         table = with_config(table, whole)
-        held = with_named_states(with_plain_states(held), table, options.optimizer_order)
+        held = with_named_states(with_plain_states(held, table), table, options.optimizer_order)
     reader = held
     if not options.selection.everything:
         reader = selected = SelectedReader(held, options.selection)

@@ -51,7 +51,7 @@ from bridge.core.mapping.states.equal_names import SOURCE, TARGET, table_of_equa
 from bridge.core.mapping.states.notes import PLACES, kind_of
 from bridge.core.mapping.states.numbered_states import NamedStates, with_named_states
 from bridge.core.mapping.states.optimizers import refused, remarks
-from bridge.core.mapping.states.plain_states import with_plain_states
+from bridge.core.mapping.states.plain_states import plain_paths, with_plain_states
 from bridge.core.mapping.states.source_tree import NameIndex, find
 from bridge.core.text import first_of
 
@@ -133,7 +133,7 @@ class Template:
         translated = table is not None
         if table is None:
             table, from_, into = table_of_equal_names(source, self.reader), SOURCE, TARGET
-        named = with_named_states(with_plain_states(self.reader), table, order)
+        named = with_named_states(with_plain_states(self.reader, table), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
         assert plan.conventions is not None  # it has a mapping
@@ -148,7 +148,7 @@ class Template:
         plan = dataclasses.replace(
             plan, conventions=plan.conventions if translated else None, remarks=tuple(dict.fromkeys(told))
         )
-        fitted = _Fit(source, self.reader, named, plan, to).fitted()
+        fitted = _Fit(source, self.reader, named, plain_paths(self.reader, table), plan, to).fitted()
         return dataclasses.replace(fitted, mapping=table, sides=sides)
 
 
@@ -179,11 +179,15 @@ class _BothReader(AlteredReader):
 
 @dataclass
 class _Fit:
-    """The work of `Template.fitted`. named: the template with names for numbers. plan: at the template's places."""
+    """The work of `Template.fitted`. named: the template with names for numbers and without wrappers, from ``plain``.
+
+    plan: at the template's places.
+    """
 
     source: CheckpointReader
     template: CheckpointReader
     named: CheckpointReader
+    plain: Mapping[TreePath, TreePath]
     plan: TranslationPlan
     to: Format
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
@@ -322,7 +326,8 @@ class _Fit:
         ]
 
     def _planned_path(self, path: TreePath) -> TreePath:
-        """The path in the plan of a leaf of the template, which may number its weights."""
+        """The path in the plan of a leaf of the template, which may number its weights or wrap its modules."""
+        path = self.plain.get(path, path)
         return self.named.renamed(path) if isinstance(self.named, NamedStates) else path
 
     def _planned_name(self, path: TreePath) -> str:

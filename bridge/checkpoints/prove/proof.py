@@ -205,7 +205,8 @@ class _Steps:
         assert sides is not None
         order = options.optimizer_order
         named, there = (
-            with_named_states(with_plain_states(reader), mapping, order) for reader in (source, result)
+            with_named_states(with_plain_states(reader, mapping), mapping, order)
+            for reader in (source, result)
         )
         everything = options.selection.everything
         self.readers = (named if everything else SelectedReader(named, options.selection), there)

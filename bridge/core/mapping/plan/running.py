@@ -178,7 +178,7 @@ class LoadedAs(ComputedReader):
         assert table is not None
         table = with_config(table, reader)
         table = _with_own_config(table, state, config or {})
-        reader = with_named_states(with_plain_states(reader), table)
+        reader = with_named_states(with_plain_states(reader, table), table)
         run = find(state.tensors.values(), table, None, state.path)
         self._reader = reader
         self._plan: TranslationPlan = make_plan(

@@ -17,6 +17,7 @@ import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
+from bridge.core.mapping.language.table import MappingTable
 
 _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"
@@ -25,15 +26,16 @@ _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fs
 _STATE_DICTS = frozenset({"dcp", "safetensors", "torch"})
 
 
-def with_plain_states(reader: CheckpointReader) -> CheckpointReader:
+def with_plain_states(reader: CheckpointReader, mapping: MappingTable) -> CheckpointReader:
     """``reader`` with plain names, and a float32 scalar for each step count that is a number or has one element.
 
     A group's step count is given to each of its weights that has a first moment and no count. A reader that has nothing
-    else is returned as it is, and so are names that would become equal.
+    else is returned as it is. mapping: see `plain_paths`.
     """
     if reader.format not in _STATE_DICTS:
         return reader
-    reader = _without_wrappers(reader)
+    if paths := plain_paths(reader, mapping):
+        reader = PlainNames(reader, paths)
     values = dict(_of_weights(reader))
     known = {info.path for info in reader.tensors.values()} | values.keys()
     values |= {path: value for path, value in _of_groups(reader) if path not in known}
@@ -41,13 +43,21 @@ def with_plain_states(reader: CheckpointReader) -> CheckpointReader:
     return StepTensors(reader, values, short) if values or short else reader
 
 
-def _without_wrappers(reader: CheckpointReader) -> CheckpointReader:
-    old = {info.path: name for name, info in reader.tensors.items()}
-    old |= {path: name for name, path in reader.object_paths.items()}
-    if not any(_WRAPPER.search(name) for name in old.values()):
-        return reader
-    names = {name: tuple(map(_plain, path)) for path, name in old.items()}
-    return reader if len(set(names.values())) < len(names) else PlainNames(reader, names)
+def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[TreePath, TreePath]:
+    """Each leaf's path without wrappers, by its path.
+
+    Empty if no name has a wrapper, if rules of the mapping name one, and if two paths would become equal.
+    """
+    if not any(map(_WRAPPER.search, (*reader.tensors, *reader.object_paths))):
+        return {}
+    paths = [*(info.path for info in reader.tensors.values()), *reader.object_paths.values()]
+    plain = {path: tuple(map(_plain, path)) for path in paths}
+    if len(set(plain.values())) < len(plain):
+        return {}
+    entries = (
+        entry for rule in mapping.rules for side in mapping.conventions for entry in rule.entries(side)
+    )
+    return {} if any(_WRAPPER.search(entry.path.text) for entry in entries) else plain
 
 
 def _plain(key: str | int) -> str | int:
@@ -55,17 +65,18 @@ def _plain(key: str | int) -> str | int:
 
 
 class PlainNames(AlteredReader):
-    """``reader`` with other tree paths, ``paths`` by name, and with names that follow from these paths."""
+    """``reader`` with the tree paths that ``paths`` gives for its own, and with names that follow from these paths."""
 
-    def __init__(self, reader: CheckpointReader, paths: Mapping[str, TreePath]) -> None:
+    def __init__(self, reader: CheckpointReader, paths: Mapping[TreePath, TreePath]) -> None:
         super().__init__(reader)
-        plain = {name: ".".join(map(str, path)) for name, path in paths.items()}
-        self._owns = {plain[name]: name for name in paths}
+        old = {name: info.path for name, info in reader.tensors.items()} | dict(reader.object_paths)
+        plain = {name: ".".join(map(str, paths[path])) for name, path in old.items()}
+        self._owns = {plain[name]: name for name in old}
         self.tensors = {
-            plain[name]: dataclasses.replace(info, name=plain[name], path=paths[name])
+            plain[name]: dataclasses.replace(info, name=plain[name], path=paths[info.path])
             for name, info in reader.tensors.items()
         }
-        self.object_paths = {plain[name]: paths[name] for name in reader.object_paths}
+        self.object_paths = {plain[name]: paths[path] for name, path in reader.object_paths.items()}
         self.objects = ReadWhenAsked(self.object_paths, self._object)
         self.unreadable = {plain[name]: reason for name, reason in self.unreadable.items()}
         if self.kinds is not None:
