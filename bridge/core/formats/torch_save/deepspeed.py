@@ -54,6 +54,8 @@ _OWN: Final = frozenset(
 
 
 _Shapes: TypeAlias = Mapping[int, Mapping[str, tuple[int, ...]]]
+_Flats: TypeAlias = Sequence[Mapping[int, str]]
+_Pieces: TypeAlias = Sequence[tuple[str | None, int]]
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class DeepSpeedReader(ComputedReader):
     """A checkpoint of ZeRO opened for reading; see `CheckpointReader`. `path`: the folder of a step.
 
     Weights are float32, as the optimizer holds them; frozen weights and buffers are as stored. `verify`: as in
-    `TorchSaveReader`. CheckpointError, by name, if a rank's file is missing, for tensor-parallel checkpoints, and for
-    shards that are too short for the shapes.
+    `TorchSaveReader`. DeepSpeed's own loss scaling and bookkeeping is not carried. CheckpointError, by name, if a
+    rank's file is missing, for tensor-parallel checkpoints, and for shards that are too short for the shapes.
     """
 
     format = "torch"
@@ -185,42 +187,92 @@ class DeepSpeedReader(ComputedReader):
             raise CheckpointError(
                 f"{self._main.path}: expected param_shapes, which names the weights, found none"
             )
-        start = (*self._base, "state")
-        first = self._optimizers[0].tensors.values()
-        moments = {str(info.path[-1]) for info in first if info.path[:3] == start and info.shape}
-        main = (_STATE, _SHARDED_WEIGHTS if self._cuts_weights else _SHARDED_GROUPS)
-        self._take_flat("", shapes, self._flats(main))
-        for moment in sorted(moments):
-            self._take_flat(moment, shapes, self._flats(start, (moment,)))
-        counts = self._flats(start, ("step",))[0]
-        for group, weights in shapes.items():
-            for weight in weights if group in counts else ():
-                self._add(
-                    ("optimizer", "state", weight, "step"),
-                    (),
-                    [_Run(self._optimizers[0], counts[group], 0, 1)],
-                )
+        state = (*self._base, "state")
+        main = self._flats((_STATE, _SHARDED_WEIGHTS if self._cuts_weights else _SHARDED_GROUPS))
+        self._take_flat("", shapes, main, main)
+        infos = [info for rank in self._optimizers for info in rank.tensors.values()]
+        for key in sorted({str(info.path[-1]) for info in infos if info.path[:3] == state and info.shape}):
+            self._take_flat(key, shapes, main, self._flats(state, (key,)))
+        self._take_scalars(shapes, main[0], state)
+        taken = {run.name for runs, _ in self._runs.values() for run in runs}
+        for rank in self._optimizers:
+            for name, info in rank.tensors.items():
+                # Each rank has the same step counts. An empty tensor, or one that is all padding, has a taken name.
+                if name not in taken and (info.shape or info.path[:3] != state):
+                    raise CheckpointError(
+                        f"{rank.path}: found {name!r:.200}, whose place in the weights is not known: join with "
+                        "zero_to_fp32.py, which DeepSpeed writes next to the checkpoint"
+                    )
 
-    def _take_flat(self, moment: str, shapes: _Shapes, flats: Sequence[Mapping[int, str]]) -> None:
-        """Add a moment of every weight, or the weights themselves, from the flat tensors of all ranks."""
+    def _take_flat(self, key: str, shapes: _Shapes, main: _Flats, flats: _Flats) -> None:
+        """Add a moment of every weight that has it, or the weights themselves, from the flat tensors of all ranks."""
         paddings = self._optimizers[0].objects.get(f"{_STATE}.param_alignment_paddings")
-        at = 0
+        at, ranks = 0, len(self._optimizers)
         for group, weights in shapes.items():
             at = at if self._cuts_weights else 0
+            groups = list(main[0]) if self._cuts_weights else [group]
+            # A group without this moment takes the place of its weights.
+            pieces = [
+                [(own.get(g), _size(rank, own.get(g, whole.get(g)))) for g in groups]
+                for rank, own, whole in zip(self._optimizers, flats, main, strict=True)
+            ]
             for number, (weight, shape) in enumerate(weights.items()):
                 size = math.prod(shape)
                 if self._cuts_weights:
-                    part = -(-size // len(self._optimizers))
-                    runs = self._parts([list(own.values()) for own in flats], at, part, size)
+                    part = -(-size // ranks)
+                    runs = self._parts(pieces, at, part, size)
                     at += part
                 else:
-                    runs = self._consecutive(
-                        [[own[group]] if group in own else [] for own in flats], at, size
-                    )
+                    runs = self._consecutive(pieces, at, size)
                     at += size + _padding(paddings, group, number)
-                self._add(
-                    ("optimizer", "state", weight, moment) if moment else ("module", weight), shape, runs
-                )
+                if runs or not key:
+                    self._add(("optimizer", "state", weight, key) if key else ("module", weight), shape, runs)
+            lengths = [sum(length for _, length in own) for own in pieces]
+            last = group == [*shapes][-1]
+            if (
+                not key
+                and not self._cuts_weights
+                and -(-at // (2 * ranks)) != -(-sum(lengths) // (2 * ranks))
+            ):
+                self._refuse_left_over(group, at, sum(lengths))
+            if not key and self._cuts_weights and last and set(lengths) != {at}:
+                self._refuse_left_over(group, at, max(lengths))
+
+    def _refuse_left_over(self, group: int, expected: int, found: int) -> None:
+        # As in zero_to_fp32.py: DeepSpeed pads a group to a multiple of twice the number of ranks.
+        raise CheckpointError(
+            f"{self.path}: group {group}: expected {expected} elements and padding for the shapes in param_shapes, "
+            f"found {found} in the optimizer's files"
+        )
+
+    def _take_scalars(self, shapes: _Shapes, main: Mapping[int, str], state: TreePath) -> None:
+        """Add the step count, and other scalars and values of a group's state, for each of its weights."""
+        rank = self._optimizers[0]
+        scalars = {
+            (_number(info.path[3]), info.path[4]): name
+            for name, info in rank.tensors.items()
+            if info.path[:3] == state and len(info.path) == 5 and not info.shape
+        }
+        values = {
+            (_number(path[3]), path[4]): name
+            for name, path in rank.object_paths.items()
+            if path[:3] == state and len(path) == 5
+        }
+        ends = list(itertools.accumulate(_size(rank, name) for name in main.values()))
+        at = 0
+        for group, weights in shapes.items():
+            for weight, shape in weights.items():
+                own = group
+                if self._cuts_weights:
+                    own = [*main, -1][bisect_right(ends, at)]
+                    at += -(-math.prod(shape) // len(self._optimizers))
+                for (of, key), name in scalars.items():
+                    if of == own:
+                        self._add(("optimizer", "state", weight, key), (), [_Run(rank, name, 0, 1)])
+                for (of, key), old in values.items():
+                    if of == own:
+                        name, path = flat_name(("optimizer", "state", weight, key))
+                        self.object_paths[name], self._values[name] = path, (rank, old)
 
     def _shapes(self, key: str, depth: int) -> _Shapes:
         """The shapes of weights by group, in the order of the flat tensors. depth: of their paths in the file."""
@@ -234,24 +286,23 @@ class DeepSpeedReader(ComputedReader):
             shapes[_number(path[1]) if depth == 3 else 0][str(path[-1])] = shape
         return shapes
 
-    def _consecutive(self, names: Sequence[Sequence[str]], start: int, size: int) -> list[_Run]:
+    def _consecutive(self, pieces: Sequence[_Pieces], start: int, size: int) -> list[_Run]:
         """Elements [start, start + size) of the tensors of all ranks in a row."""
         runs: list[_Run] = []
         at = 0
-        for reader, own in zip(self._optimizers, names, strict=True):
-            for name in own:
-                length = math.prod(reader.tensors[name].shape)
+        for reader, own in zip(self._optimizers, pieces, strict=True):
+            for name, length in own:
                 low, high = max(start, at), min(start + size, at + length)
-                if low < high:
+                if name is not None and low < high:
                     runs.append(_Run(reader, name, low - at, high - low))
                 at += length
         return runs
 
-    def _parts(self, names: Sequence[Sequence[str]], start: int, part: int, size: int) -> list[_Run]:
+    def _parts(self, pieces: Sequence[_Pieces], start: int, part: int, size: int) -> list[_Run]:
         """The first ``size`` elements of [start, start + part) of each rank, one rank behind the other."""
         runs: list[_Run] = []
-        for rank in range(len(names)):
-            own = [own if number == rank else [] for number, own in enumerate(names)]
+        for rank in range(len(pieces)):
+            own = [own if number == rank else [] for number, own in enumerate(pieces)]
             runs += self._consecutive(own, start, min(part, max(0, size - rank * part)))
         return runs
 
@@ -265,8 +316,8 @@ class DeepSpeedReader(ComputedReader):
                 left -= runs[-1].count
             self._add(("module", weight), shape, [run for run in runs if run.count])
         for name, info in self._main.tensors.items():
-            if info.path[0] == "module" and name not in self.tensors and name not in self._main.unreadable:
-                self._add(info.path, info.shape, [_Run(self._main, name, 0, math.prod(info.shape))])
+            if info.path[0] not in _OWN - {"module"} and name not in (*self.tensors, *self._main.unreadable):
+                self._add(info.path, info.shape, [_Run(self._main, name, 0, info.numel)])
         for name, path in self._main.object_paths.items():
             if path[0] == "shared_params" and len(path) == 2:
                 known = self.tensors.get(f"module.{self._main.objects[name]}")
@@ -280,6 +331,11 @@ class DeepSpeedReader(ComputedReader):
         groups = (*self._base, "param_groups")
         weights = {group: list(names) for group, names in self._shapes("param_shapes", 3).items()}
         for old, path in self._optimizers[0].object_paths.items():
+            if path[:2] == self._base and path[:3] not in (groups, (*self._base, "state")):
+                raise CheckpointError(
+                    f"{self._optimizers[0].path}: expected the state and the param_groups of an optimizer, found "
+                    f"{old!r:.200}: convert the weights alone from the files of zero_to_fp32.py"
+                )
             if path[:3] == groups:
                 name, own = flat_name(("optimizer", *path[2:]))
                 self.object_paths[name] = own
@@ -293,7 +349,7 @@ class DeepSpeedReader(ComputedReader):
         if held != math.prod(shape) or len(dtypes) > 1:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r:.200}: expected {math.prod(shape)} elements for shape {shape} in the "
-                f"files of {len(self._optimizers)} ranks, found {held} of {', '.join(map(str, dtypes)) or 'no dtype'}"
+                f"files of {len(self._optimizers)} ranks, found {held} of {first_of([*dtypes]) or 'any'}"
             )
         box = Box.whole(shape)
         dtype = dtypes.pop() if dtypes else np.dtype(np.float32)
@@ -317,6 +373,10 @@ class DeepSpeedReader(ComputedReader):
         if isinstance(value, TorchSaveReader):
             return value.objects[name]
         return value[0].objects[value[1]] if isinstance(value, tuple) else value
+
+
+def _size(reader: TorchSaveReader, name: str | None) -> int:
+    return 0 if name is None else reader.tensors[name].numel
 
 
 def _number(key: str | int) -> int:
