@@ -113,10 +113,9 @@ def diff(
     """Compare two checkpoints tensor by tensor.
 
     The exit status is 1 when they differ beyond the tolerance. An element passes within --max-ulp, within --rtol, or
-    within --atol. A tensor passes when all its elements do, within --max-error, or within 4 times the --noise.
-    A NaN passes only against the same NaN, and integers must be equal. The error of a tensor is the Euclidean norm of
-    the difference over the norm of A. Names that --select, --drop or --weights-only leave out of A are ignored in B,
-    too.
+    within --atol. A tensor passes when all its elements do, within --max-error, or within 4 times the --noise. A NaN
+    passes only against the same NaN, and integers must be equal. The error of a tensor is the Euclidean norm of the
+    difference over the norm of A. Names that --select, --drop or --weights-only leave out of A are ignored in B, too.
 
     \b
     Example:

@@ -104,9 +104,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
 def materialize_state(optimizer: Optimizer, *, overwritten: bool = False) -> list[torch.Tensor]:
     """Give trainable parameters without optimizer state their state before a first step; returns these parameters.
 
-    Zero moments and step 0 change no later result; weights are not touched, whatever the weight decay.
-    overwritten: whether a load will replace every value. Raises ValueError for an optimizer whose initial state is not
-    known.
+    Zero moments and step 0 change no later result; weights are not touched, whatever the weight decay. overwritten:
+    whether a load will replace every value. Raises ValueError for an optimizer whose initial state is not known.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = [p for p in params if not optimizer.state.get(p)]

@@ -1,8 +1,7 @@
 """Communication during computation: streams on CUDA, and their counterpart on the CPU.
 
-A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh
-axis), or "fetch" and "send", copies from and to the host's memory. Lanes run concurrently with each
-other and with the computation:
+A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh axis), or "fetch" and
+"send", copies from and to the host's memory. Lanes run concurrently with each other and with the computation:
 
     compute  | forward of unit 1 | forward of unit 2 |          the computation waits for a transfer when it finishes it
     gather   | weights of unit 2 | weights of unit 3 |          a transfer starts after the earlier computation
@@ -151,10 +150,9 @@ class CudaStreams:
         try:
             for lane, step in steps:
                 stream = self._lanes[lane]
-                # The first step reads the result of the computation: main weights of the last
-                # update, or a gradient. Without this wait, a gather would send older weights (a
-                # convergence bug of Megatron-FSDP, pull request 4435). Later steps read the result
-                # of the previous lane.
+                # The first step reads the result of the computation: main weights of the last update, or a gradient.
+                # Without this wait, a gather would send older weights (a convergence bug of Megatron-FSDP, pull request
+                # 4435). Later steps read the result of the previous lane.
                 stream.wait_stream(before)
                 before = stream
                 with torch.cuda.stream(stream):

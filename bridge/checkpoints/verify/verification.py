@@ -62,8 +62,7 @@ def verify(
     """Verify a checkpoint of any format, or a directory of steps with exactly one. items, step: see `open_checkpoint`.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
-    most 4. progress: see `convert`. Raises FileNotFoundError if nothing is there,
-    ValueError for workers < 1.
+    most 4. progress: see `convert`. Raises FileNotFoundError if nothing is there, ValueError for workers < 1.
     """
     request = _Request(finite, workers, progress, time.perf_counter())
     path = at_step(path, step)

@@ -4,9 +4,8 @@ Runs are eager: ``jit``, ``lax.scan``, ``nnx.scan`` and checkpoints created duri
 that every module call is recorded with its values. Calls inside ``vmap``, ``while_loop`` and functions that were
 checkpointed before the run have no values: only the module around them is recorded.
 
-A scanned stack of layers has parameters ``layers/mlp/kernel [L, ...]``, and so does ``Recording.gradients``. The
-calls are recorded per layer, ``layers/0/mlp``, and ``Rerun.gradients`` belong to one layer,
-``layers/0/mlp/kernel [...]``.
+A scanned stack of layers has parameters ``layers/mlp/kernel [L, ...]``, and so does ``Recording.gradients``. The calls
+are recorded per layer, ``layers/0/mlp``, and ``Rerun.gradients`` belong to one layer, ``layers/0/mlp/kernel [...]``.
 """
 
 from __future__ import annotations

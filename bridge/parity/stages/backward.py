@@ -1,8 +1,7 @@
 """Gradients of partner modules and parameters, and which module's backward a difference comes from.
 
 On both sides a module alone gets torch's inputs and torch's gradient of its output. A forward that differs also makes
-gradients differ, so a backward is blamed only if neither the module nor a module inside it was blamed
-before.
+gradients differ, so a backward is blamed only if neither the module nor a module inside it was blamed before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The self-test: faults that this batch and these weights could not reveal.
 
 A comparison without findings is worth as much as the faults that it would find. So the self-test plants typical faults
-in copies of the torch model, one at a time, and compares the module's output in float64 with the correct model's,
-over the usual floor. The JAX model takes no part: if the two are the same, a fault of one is a fault of the
-other.
+in copies of the torch model, one at a time, and compares the module's output in float64 with the correct model's, over
+the usual floor. The JAX model takes no part: if the two are the same, a fault of one is a fault of the other.
 
 Each fault is small and common in ports: a norm's epsilon, a transposed matrix, slightly outdated weights, a bias left
 out, two heads swapped, another rotary base, another activation, a mask that is off by one.

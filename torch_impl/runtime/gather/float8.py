@@ -7,9 +7,8 @@ module produces exactly the bits that it defines.
     piece --all-gather, one axis per step--> pieces of all shards, in their order
     pieces --dequantize--> compute weights: payload cast, multiplied by powers of two
 
-One scale per tensor requires the largest magnitude on all ranks first. The magnitudes are reduced
-with the first gather after a change of the main weights. Every strategy computes with the
-dequantized weights, even if nothing is gathered.
+One scale per tensor requires the largest magnitude on all ranks first. The magnitudes are reduced with the first gather
+after a change of the main weights. Every strategy computes with the dequantized weights, even if nothing is gathered.
 """
 
 from __future__ import annotations

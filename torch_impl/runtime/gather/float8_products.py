@@ -4,10 +4,9 @@
     d input  = d output @ weight       e5m2 by e4m3
     d weight = d output^T @ input      in the dtype of the input
 
-Each factor of a rank's product has one power of two as its scale, from its largest magnitude. Sums
-are float32. Weights that were gathered as float8_e4m3fn are converted back without loss, because
-they are float8 numbers times a power of two. If this torch has no kernels for CPUs (such as 2.11),
-the same float8 numbers are multiplied in float32.
+Each factor of a rank's product has one power of two as its scale, from its largest magnitude. Sums are float32. Weights
+that were gathered as float8_e4m3fn are converted back without loss, because they are float8 numbers times a power of
+two. If this torch has no kernels for CPUs (such as 2.11), the same float8 numbers are multiplied in float32.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ kernels of TransformerEngine and Megatron expect:
     overwrite_main_grad        True: the view is still empty, so the first write overwrites; False: add to it
     grad_added_to_main_grad    False; a kernel sets it to True when it has written; later writes add
 
-For such a parameter, a gradient that autograd then delivers is a placeholder and is ignored;
-without a placeholder the attribute alone counts. If a parameter's kernels do not use these
-attributes, its gradient is copied as usual.
+For such a parameter, a gradient that autograd then delivers is a placeholder and is ignored; without a placeholder the
+attribute alone counts. If a parameter's kernels do not use these attributes, its gradient is copied as usual.
 """
 
 from __future__ import annotations
@@ -138,10 +137,9 @@ class GroupGradient:
     def _add(self, index: int, grad: torch.Tensor, keep: bool, frees: bool) -> None:
         """Take a gradient that nobody else holds.
 
-        If the unit's weights are freed before the reduction, the buffer is made after they are freed,
-        to take their place. Otherwise the buffer is made when enough gradients have come. If most of
-        a unit's gradients come late, for example an embedding's next to an output layer, an early
-        buffer would be in use through all of backward.
+        If the unit's weights are freed before the reduction, the buffer is made after they are freed, to take their
+        place. Otherwise the buffer is made when enough gradients have come. If most of a unit's gradients come late,
+        for example an embedding's next to an output layer, an early buffer would be in use through all of backward.
         """
         grad = self._over_model_axes(index, grad)
         if self._whole is None:
@@ -236,10 +234,9 @@ class GroupGradient:
     def reduce(self, last: bool, idle: bool = False) -> None:
         """Begin to reduce the collected gradients, a collective; does nothing without any.
 
-        Parameters of the group without a gradient on this rank count as zero; they get a gradient if
-        they have one on another rank. ``last``: reduce over all axes, not only those that shard
-        gradients. ``idle``: reduce even without collected gradients, because sums wait, see
-        ``GroupReduction.waits``, or because other ranks may have gradients.
+        Parameters of the group without a gradient on this rank count as zero; they get a gradient if they have one on
+        another rank. ``last``: reduce over all axes, not only those that shard gradients. ``idle``: reduce even without
+        collected gradients, because sums wait, see ``GroupReduction.waits``, or because other ranks may have gradients.
 
         ``.grad`` has the result when the reduction is finished: before the next reduction of another
         unit, see ``wait_for_others``, or at the end of the backward.

@@ -10,14 +10,13 @@ modes and setting a gradient by hand work as expected:
 
 Sums are divided when they are reduced over the last axis.
 
-Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on
-every rank, whether it has rows there or not. A parameter that no rank used gets no gradient. The
-reason: gradients are clipped by collectives, so ranks must hold gradients of the same parameters.
-"Ranks" means the ranks of the group's mesh. Ranks that hold other parts of a parameter, by tensor or
-expert parallelism, are not asked, and must use the same parameters. The buffer that is reduced has a
-flag for each parameter (``buffer``). The flag is 1 on ranks that used the parameter in this
-microbatch or in one whose sums wait. Any sum of flags except 0 means used, however it is rounded.
-Hooks of the program do not see flags.
+Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on every rank, whether it
+has rows there or not. A parameter that no rank used gets no gradient. The reason: gradients are clipped by collectives,
+so ranks must hold gradients of the same parameters. "Ranks" means the ranks of the group's mesh. Ranks that hold other
+parts of a parameter, by tensor or expert parallelism, are not asked, and must use the same parameters. The buffer that
+is reduced has a flag for each parameter (``buffer``). The flag is 1 on ranks that used the parameter in this microbatch
+or in one whose sums wait. Any sum of flags except 0 means used, however it is rounded. Hooks of the program do not see
+flags.
 """
 
 from __future__ import annotations
@@ -95,9 +94,8 @@ class GroupReduction:
         steps, sums = self._steps(values, last)
         shared = self._context.schedule
         self._under_way = _UnderWay(shared.streams.start(steps), sums, last, used)
-        # From here on only the backend holds the buffer.
-        # gloo has copied the buffer when the call returns: part of the change that took the
-        # benchmark's peak on one rank from 1351 to 1273 MB.
+        # From here on only the backend holds the buffer. gloo has copied the buffer when the call returns: part of the
+        # change that took the benchmark's peak on one rank from 1351 to 1273 MB.
         if shared.streams.copies:
             self._release()
         shared.reductions.add(self)
@@ -314,8 +312,7 @@ class GroupReduction:
 def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
     """Add 1 to the columns of ``flags`` (shards, parameters) of the parameters that are ``used``.
 
-    Each run of neighbours is one kernel: a copy of flags from the CPU would make the program wait
-    for the device.
+    Each run of neighbours is one kernel: a copy of flags from the CPU would make the program wait for the device.
     """
     ordered = sorted(used)
     first = 0

@@ -60,10 +60,9 @@ def reaches(leaf: torch.Tensor) -> bool:
 class WatchedInputs:
     """Calls ``done`` in backward when the gradients of a module's inputs are complete.
 
-    ``reached`` is called with these inputs when a backward reaches the outputs, see
-    ``watch_outputs``. In a backward with ``create_graph``, the gradients of the inputs are also
-    results of the module, so ``reached`` is called when another backward reaches them.
-    ``done(False)`` means that this other backward may come unnoticed.
+    ``reached`` is called with these inputs when a backward reaches the outputs, see ``watch_outputs``. In a backward
+    with ``create_graph``, the gradients of the inputs are also results of the module, so ``reached`` is called when
+    another backward reaches them. ``done(False)`` means that this other backward may come unnoticed.
     """
 
     def __init__(self, done: Callable[[bool], None], reached: Callable[[WatchedInputs], None]) -> None:
@@ -174,9 +173,8 @@ def eager(hook: Callable[..., T]) -> Callable[..., T]:
 def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
     """Tell ``inputs`` when gradients reach the outputs, before the module's own backward.
 
-    Returns False when backward could reach the module unnoticed: ``output`` contains objects that
-    cannot be searched and no tensor with gradients was found, or tensors whose graph cannot be
-    accessed.
+    Returns False when backward could reach the module unnoticed: ``output`` contains objects that cannot be searched
+    and no tensor with gradients was found, or tensors whose graph cannot be accessed.
     """
     leaves = leaves_of(output)
     hooked = inputs.watch_results(leaves)

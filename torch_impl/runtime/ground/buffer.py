@@ -49,8 +49,7 @@ from torch_impl.runtime.ground.host_memory import fetch
 class FlatBuffer:
     """A layout's buffers, initially zeros: all of them when ``rank`` is None, else ``rank``'s shards.
 
-    The memory stays as long as the buffer; a ``ComputeBuffer`` has memory only while its weights
-    are used.
+    The memory stays as long as the buffer; a ``ComputeBuffer`` has memory only while its weights are used.
     """
 
     allocated = True
@@ -200,8 +199,7 @@ class WeightGather(Protocol):
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """Steps that fill ``target``, whole, from all ranks' ``main``, one axis per step.
 
-        ``current``: the last steps were completed with the same main weights, so the kept shard
-        is still valid.
+        ``current``: the last steps were completed with the same main weights, so the kept shard is still valid.
         """
         ...
 

@@ -9,8 +9,7 @@ reduction ends with a copy of its result to the host, where sums are divided. Be
 neither is on the device. So sums of earlier microbatches also wait on the host, whole if they are
 not reduced, and are copied to the device and back. HFSDP's resident shards stay on the device.
 
-On a mesh of CPUs the same copies are made within CPU memory. Both copies are steps of
-``comm.streams``.
+On a mesh of CPUs the same copies are made within CPU memory. Both copies are steps of ``comm.streams``.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``
 backward it is the original DTensor on tp again. A plain parameter that was marked by ``mark`` is
 treated as if it had this placement from the start; policies use this.
 
-A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel
-axes, on which they are replicated (``dp_mesh_dims``). In forward and backward such a parameter is
-again a DTensor on all axes. On the data-parallel axes, its gradient consists of the ranks' terms,
-which the group sums.
+A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel axes, on which they are
+replicated (``dp_mesh_dims``). In forward and backward such a parameter is again a DTensor on all axes. On the
+data-parallel axes, its gradient consists of the ranks' terms, which the group sums.
 
 All uses of torch's private access to a mesh's root, and to meshes made of others, are in this module.
 """

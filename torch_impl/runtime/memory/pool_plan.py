@@ -96,8 +96,7 @@ class BufferPlan:
 def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
     """A number from 0 on for each object, different for objects with overlapping spans.
 
-    Uses the fewest numbers if every object has one span. Spans ``(start, end)`` do not include their
-    end.
+    Uses the fewest numbers if every object has one span. Spans ``(start, end)`` do not include their end.
     """
     numbers = [0] * len(objects)
     taken: list[list[Span]] = []

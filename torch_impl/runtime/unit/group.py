@@ -1,9 +1,8 @@
 """A parameter group: the parameters of a unit with one dtype and one trainability.
 
-With a float8 ``gather_dtype`` the quantized parameters form one group, and the others another.
-Parameters whose class determines what is gathered also form a group, see ``extension``. The
-package's note defines the buffers of a group. ``group_weights`` has the buffers of weights,
-``gradient`` and ``reduction`` the buffers of gradients.
+With a float8 ``gather_dtype`` the quantized parameters form one group, and the others another. Parameters whose class
+determines what is gathered also form a group, see ``extension``. The package's note defines the buffers of a group.
+``group_weights`` has the buffers of weights, ``gradient`` and ``reduction`` the buffers of gradients.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class HostMemory:
 class MemoryReport(Viewed):
     """Bytes on this rank's device. ``padding``: the part of ``main_weights`` without parameters.
 
-    With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in
-    ``compute_weights``.
+    With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in ``compute_weights``.
 
     ``on_host``: bytes in the host's memory instead, by ``CPUOffloadPolicy`` or
     ``offload_fraction``, and ``host`` their total; neither is in ``total``. On a mesh of CPUs both

@@ -22,8 +22,7 @@ def shows_weights(output: Any, groups: Sequence[ParameterGroup]) -> bool:
 def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) -> Any:
     """``output`` with copies of tensors that share memory with weights, which a reshard frees.
 
-    RuntimeError if such a tensor is inside an object that cannot be searched; ``module`` names the
-    class in its text.
+    RuntimeError if such a tensor is inside an object that cannot be searched; ``module`` names the class in its text.
     """
     sharded = [group for group in groups if group.shard_parameters]
     freed = [tensor for group in sharded for tensor in group.weights.compute_tensors if tensor.numel()]

@@ -1,9 +1,8 @@
 """Which weights a module shows, and how it shows two kinds at the same time.
 
-After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields
-sharded main weights. ``nn.Module`` looks up attributes in its dictionary of parameters by key. All
-other code, such as copies and pickles of the module, reads the items of the dictionary. So a
-dictionary that returns whole weights by key serves both.
+After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields sharded main weights.
+``nn.Module`` looks up attributes in its dictionary of parameters by key. All other code, such as copies and pickles of
+the module, reads the items of the dictionary. So a dictionary that returns whole weights by key serves both.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-After a forward that does not reshard, ``module.weight`` is whole until the end of the next
-backward, as in FSDP2.
+After a forward that does not reshard, ``module.weight`` is whole until the end of the next backward, as in FSDP2.
 
 ``phase`` lists all phases and transitions. A callback at the end of a backward closes what the
 backward leaves open. State that an exception leaves open is dropped at once, or at the next forward.
@@ -227,9 +226,8 @@ class Unit:
             self.start_unshard(refresh)
             named = self.backward_prefetch if in_backward else self.forward_prefetch
             following = expected if named is None else [unit for ref in named if (unit := ref())]
-        # After this unit's own weights have come, not at the same time: backends hold a copy of what
-        # they gather. With gradients that wait for freed weights, this took the benchmark's peak on 2
-        # gloo ranks from 898 to 833 MB.
+        # After this unit's own weights have come, not at the same time: backends hold a copy of what they gather. With
+        # gradients that wait for freed weights, this took the benchmark's peak on 2 gloo ranks from 898 to 833 MB.
         self._gather(refresh)
         self._enter(event, phase)
         self.schedule.prefetch(following, refresh)

@@ -18,9 +18,8 @@ from torch_impl.runtime.weights.context import UnitContext
 class ComputeBuffer(FlatBuffer):
     """The whole compute weights of a group, in a slot or in separate memory.
 
-    All memory of whole weights is allocated and freed here: ``allocate`` before a gather,
-    ``settle`` before weights are read, ``free``. ``finish_gather`` ends a gather in progress.
-    ``suffix`` distinguishes the groups of the unit.
+    All memory of whole weights is allocated and freed here: ``allocate`` before a gather, ``settle`` before weights are
+    read, ``free``. ``finish_gather`` ends a gather in progress. ``suffix`` distinguishes the groups of the unit.
     """
 
     purpose = "weights"
@@ -122,8 +121,7 @@ class ComputeBuffer(FlatBuffer):
     def free(self) -> None:
         """Release the memory of the whole weights; views stay, and the next gather fills them.
 
-        Between two uses a slot keeps its memory if the plan says so, for the unit that comes
-        next.
+        Between two uses a slot keeps its memory if the plan says so, for the unit that comes next.
         """
         # Otherwise the gather would write to memory that others use by then.
         self._finish_gather()

@@ -11,9 +11,8 @@ from torch_impl.runtime.weights.schedule import Schedule
 class UnitContext:
     """Held by a unit, its groups and their buffers. ``device``: the mesh's.
 
-    The parts do not hold the unit, because such a cycle would keep a deleted model's memory until
-    the garbage collector runs. They read the schedule at each use, since a unit is its own root
-    until an outer unit runs first.
+    The parts do not hold the unit, because such a cycle would keep a deleted model's memory until the garbage collector
+    runs. They read the schedule at each use, since a unit is its own root until an outer unit runs first.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:

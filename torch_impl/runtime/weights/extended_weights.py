@@ -1,9 +1,8 @@
 """The weights of a group of parameters with extensions of the all-gather: see ``extension``.
 
-A gather asks each parameter what to gather, and fills tensors that stay the same objects. Whole
-parameters share memory with these tensors or are filled from them, so they stay the same objects,
-too. While the weights are free, only the storages are empty. Filling them again counts as a change
-for autograd only if main weights have changed.
+A gather asks each parameter what to gather, and fills tensors that stay the same objects. Whole parameters share memory
+with these tensors or are filled from them, so they stay the same objects, too. While the weights are free, only the
+storages are empty. Filling them again counts as a change for autograd only if main weights have changed.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class ExtendedWeights(GroupWeights):
         )
 
     def _steps(self, changed: bool, current: bool) -> list[Step]:
-        # No shard is kept from the last gather, so ``current`` changes nothing.
-        # Contexts as in ``settle``.
+        # No shard is kept from the last gather, so ``current`` changes nothing. Contexts as in ``settle``.
         with torch.inference_mode(False), torch.no_grad():
             self._ask()
             self._prepare(changed)

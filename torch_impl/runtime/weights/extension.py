@@ -8,16 +8,14 @@ parameter::
     fsdp_post_all_gather(gathered, anything, dtype)     -> (whole parameter, tensors of its memory)
     fsdp_post_all_gather(..., out=whole parameter)      -> None, after the gathered tensors were filled again
 
-``mesh`` is the axis over which the gather runs. ``outer_size`` and ``outer_stride`` belong to the
-whole parameter (for a tensor-parallel one, to this rank's part). Methods of the first form get only
-the mesh.
+``mesh`` is the axis over which the gather runs. ``outer_size`` and ``outer_stride`` belong to the whole parameter (for
+a tensor-parallel one, to this rank's part). Methods of the first form get only the mesh.
 
-Further requirements for the class: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``,
-``copy_`` and, beyond two dimensions, ``view`` keep the class; a wrapper reveals its inner tensors by
-``__tensor_flatten__``; and ``as_strided`` gives a whole parameter its shape. Rows are cut as in
-FSDP2, into equal parts rounded up, so the last ranks may hold fewer or none. If a gathered tensor
-has as many rows as the rank's part, its rows are padded to the number on the first rank; ranks must
-agree on all sizes.
+Further requirements for the class: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``, ``copy_`` and, beyond
+two dimensions, ``view`` keep the class; a wrapper reveals its inner tensors by ``__tensor_flatten__``; and
+``as_strided`` gives a whole parameter its shape. Rows are cut as in FSDP2, into equal parts rounded up, so the last
+ranks may hold fewer or none. If a gathered tensor has as many rows as the rank's part, its rows are padded to the
+number on the first rank; ranks must agree on all sizes.
 
     at rest     RowDTensor over the class, each parameter in separate memory
     gather      the result of pre, as bytes, in one call for a group; then post

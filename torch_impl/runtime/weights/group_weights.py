@@ -3,19 +3,17 @@
 ``FlatWeights`` stores both in flat buffers; parameters are views of them, see the note of the
 package. ``extended_weights`` stores the weights whose class determines what is gathered.
 
-Compute weights may be kept, if parameters are not sharded or with ``reshard_after_forward=False``.
-Kept weights are gathered again by the first forward after a backward that reduced gradients over
-all axes, unless the whole group is frozen. Whether this rank's main weights have changed does not
-matter then, since an optimizer may skip empty rows or rows without a gradient, on some ranks only.
-Other changes (a loaded state dict, an edit between two forwards) are detected by the version counter
-that torch keeps for the buffer. Every change through a DTensor, an optimizer or ``to_local()``
-counts on every rank that makes it, also on ranks whose rows of the tensor are empty;
-``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an error
-that names them, see ``require_all_ranks``.
+Compute weights may be kept, if parameters are not sharded or with ``reshard_after_forward=False``. Kept weights are
+gathered again by the first forward after a backward that reduced gradients over all axes, unless the whole group is
+frozen. Whether this rank's main weights have changed does not matter then, since an optimizer may skip empty rows or
+rows without a gradient, on some ranks only. Other changes (a loaded state dict, an edit between two forwards) are
+detected by the version counter that torch keeps for the buffer. Every change through a DTensor, an optimizer or
+``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty;
+``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an error that names them,
+see ``require_all_ranks``.
 
-A gather after a change also counts as an in-place change of the compute weights, so a backward
-through a forward that used the older weights raises autograd's error instead of yielding wrong
-gradients.
+A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
+used the older weights raises autograd's error instead of yielding wrong gradients.
 """
 
 from __future__ import annotations

@@ -143,9 +143,8 @@ class Reductions:
 class Schedule:
     """Shared by units on one device; ``prefetch`` is 0 or 1.
 
-    Each unit makes one, with the ``prefetch`` that it was given. The root runs forward first, and its
-    schedule replaces those of all units below: their transfers follow one another, so no unit can
-    have a separate order.
+    Each unit makes one, with the ``prefetch`` that it was given. The root runs forward first, and its schedule replaces
+    those of all units below: their transfers follow one another, so no unit can have a separate order.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:
@@ -243,8 +242,7 @@ class Schedule:
     def accumulates(self) -> bool:
         """Whether the running backward computes gradients of any unit's parameters.
 
-        False if a program asks for gradients of inputs only, as for a penalty: then nothing is to be
-        reduced.
+        False if a program asks for gradients of inputs only, as for a penalty: then nothing is to be reduced.
         """
         task = autograd.current_backward()
         if self._accumulates[0] != task:
