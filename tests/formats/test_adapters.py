@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from bridge import convert, diff
 from bridge.checkpoints.convert.plan import ConvertOptions, conversion_key, planned
 from bridge.checkpoints.jobs.array_jobs import convert_part
-from bridge.core.formats import Box, CheckpointError, Format, open_checkpoint
+from bridge.core.formats import Box, CheckpointError, Format, create_checkpoint, open_checkpoint
 from bridge.core.formats.whole.adapters import MergedReader
 
 ROWS, COLUMNS, RANK = 600, 40, 4  # three blocks of rows, the last of them short
@@ -64,6 +64,7 @@ def lora(
         ({"alpha_pattern": {"q": 2}}, 0.5),
         ({"alpha_pattern": {"other.q": 2, "k": 2}}, 1.5),
         ({"alpha_pattern": {"q": 2}, "use_rslora": True}, 1.0),
+        ({"alpha_pattern": {"x.q": 2, ".": 4}}, 1.0),
     ],
 )
 def test_a_weight_is_the_base_and_the_scaled_product(
@@ -99,7 +100,7 @@ def test_a_region_has_the_bits_of_the_whole(tmp_path: Path, box: Box, dora: bool
     if dora:
         tensors["q.lora_magnitude_vector"] = numbers(rows, seed=3)
     base = base_at(tmp_path / "base", q__weight=numbers(rows, columns))
-    adapter = adapter_at(tmp_path / "a", tensors)
+    adapter = adapter_at(tmp_path / "a", tensors, use_dora=dora)
     assert np.array_equal(merged(base, adapter, box=box), merged(base, adapter)[box.slices()])
 
 
@@ -119,7 +120,10 @@ def test_a_pattern_names_whole_words_at_the_end_of_a_module(tmp_path: Path) -> N
 def test_dora_gives_each_row_its_magnitude(tmp_path: Path) -> None:
     weight, tensors, magnitude = numbers(ROWS, COLUMNS), lora(), numbers(ROWS, seed=3)
     tensors["q.lora_magnitude_vector"] = magnitude
-    base, adapter = base_at(tmp_path / "base", q__weight=weight), adapter_at(tmp_path / "a", tensors)
+    base, adapter = (
+        base_at(tmp_path / "base", q__weight=weight),
+        adapter_at(tmp_path / "a", tensors, use_dora=True),
+    )
     a, b = (tensors[f"q.lora_{letter}.weight"].astype(np.float64) for letter in "AB")
     changed = weight + 1.5 * b @ a
     expected = magnitude[:, None] * changed / np.linalg.norm(changed, axis=1, keepdims=True)
@@ -201,9 +205,24 @@ def test_one_of_both_may_have_a_prefix(tmp_path: Path, in_base: str, in_adapter:
         ({}, lora(rank=RANK, rows=7), r"expected A \[r, 40\] and B \[600, r\] for 'q.weight' \(600, 40\)"),
         ({}, {"q.lora_A.weight": lora()["q.lora_A.weight"]}, "expected lora_A and lora_B"),
         ({}, {**lora(), "q.lora_A.weight": np.float32(1)}, r"found \(\) in base_model.model.q.lora_A.weight"),
-        ({}, {**lora(), "q.lora_magnitude_vector": numbers(3)}, r"found .*\(3,\) in base_model"),
         (
-            {"fan_in_fan_out": True},
+            {"use_dora": True},
+            {**lora(), "q.lora_magnitude_vector": numbers(3)},
+            r"found .*\(3,\) in base_model",
+        ),
+        ({}, {**lora(), "q.lora_magnitude_vector": numbers(ROWS)}, "expected magnitudes if use_dora is true"),
+        ({"use_dora": True}, lora(), "expected magnitudes if use_dora is true"),
+        ({"use_rslora": "false"}, lora(), "expected true or false in use_rslora, found 'false'"),
+        ({"lora_alpha": 10**400}, lora(), "expected numbers in lora_alpha"),
+        (
+            {},
+            {**lora(), "q.lora_A.default.weight": numbers(RANK, COLUMNS)},
+            "expected one tensor .* for each part",
+        ),
+        ({}, {**lora(), "q.lora_A.weight": np.ones((RANK, COLUMNS), np.int32)}, "found int32 in"),
+        ({}, {}, "expected lora_A and lora_B of some module, found none"),
+        (
+            {"fan_in_fan_out": True, "use_dora": True},
             {**lora(rows=COLUMNS, columns=ROWS), "q.lora_magnitude_vector": numbers(COLUMNS)},
             "expected no DoRA of a transposed matrix",
         ),
@@ -223,6 +242,59 @@ def test_what_does_not_merge_is_refused_by_name(
     with pytest.raises(CheckpointError, match=message):
         convert(base, tmp_path / "out", merge_adapter=adapter)
     assert not (tmp_path / "out").exists()
+
+
+def test_sizes_tell_the_order_of_axes_where_the_flag_does_not(tmp_path: Path) -> None:
+    tensors = {**lora("q"), **lora("k", rows=COLUMNS, columns=ROWS)}
+    base = base_at(tmp_path / "base", q__weight=numbers(ROWS, COLUMNS), k__weight=numbers(ROWS, COLUMNS))
+    adapter = adapter_at(tmp_path / "a", tensors, fan_in_fan_out=True)
+    products = {m: tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"] for m in "qk"}
+    for module, product in (("q", products["q"]), ("k", products["k"].T)):
+        expected = numbers(ROWS, COLUMNS) + product * np.float32(1.5)
+        assert np.array_equal(merged(base, adapter, f"{module}.weight"), expected)
+
+
+def test_square_weights_are_refused_where_the_flag_is_wrong_for_others(tmp_path: Path) -> None:
+    base = base_at(tmp_path / "base", q__weight=numbers(ROWS, COLUMNS), k__weight=numbers(8, 8))
+    tensors = {**lora("q"), **lora("k", rows=8, columns=8)}
+    with pytest.raises(CheckpointError, match=r"so the order of axes in k.weight is not known"):
+        merged(base, adapter_at(tmp_path / "a", tensors, fan_in_fan_out=True))
+    assert merged(base, adapter_at(tmp_path / "b", tensors), "k.weight").shape == (8, 8)
+
+
+def test_a_tied_weight_under_two_names_is_refused(tmp_path: Path) -> None:
+    table = numbers(ROWS, COLUMNS)
+    base = base_at(tmp_path / "base", embed_tokens__weight=table, lm_head__weight=table)
+    other = base_at(tmp_path / "other", embed_tokens__weight=table, lm_head__weight=table + 1)
+    adapter = adapter_at(tmp_path / "a", lora("lm_head"))
+    with pytest.raises(
+        CheckpointError, match=r"found 'lm_head.weight' and 'embed_tokens.weight' with the same"
+    ):
+        merged(base, adapter, "lm_head.weight")
+    assert not np.array_equal(merged(other, adapter, "lm_head.weight"), table + 1)
+
+
+def test_a_changed_configuration_is_another_adapter(tmp_path: Path) -> None:
+    base = base_at(tmp_path / "base", q__weight=numbers(ROWS, COLUMNS))
+    adapter, keys = adapter_at(tmp_path / "a", lora()), []
+    for alpha in (4, 100):
+        (adapter / "adapter_config.json").write_text(json.dumps({**CONFIG, "lora_alpha": alpha}))
+        with planned(base, ConvertOptions(merge_adapter=adapter)) as (conversion, _):
+            keys.append(conversion_key(conversion))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("root", ["model.", "model/"])
+def test_the_base_may_lie_below_a_key_in_any_format(tmp_path: Path, root: str) -> None:
+    base_at(tmp_path / "flat", **{"model.q.weight": numbers(ROWS, COLUMNS)})
+    with create_checkpoint(tmp_path / "base", "orbax" if root == "model/" else "dcp") as target:
+        info = target.add_tensor(("model", "q.weight"), (ROWS, COLUMNS), np.dtype(np.float32))
+        for box in target.chunks(info.name):
+            target.write(info.name, box, numbers(ROWS, COLUMNS)[box.slices()])
+    adapter = adapter_at(tmp_path / "a", lora())
+    product = lora()["q.lora_B.weight"] @ lora()["q.lora_A.weight"]
+    expected = numbers(ROWS, COLUMNS) + product * np.float32(1.5)
+    assert np.array_equal(merged(tmp_path / "base", adapter, f"{root}q.weight"), expected)
 
 
 def test_quantized_weights_and_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_file_of_another_program_is_named(tmp_path: Path, name: str) -> None:
 def test_a_folder_of_steps_asks_for_a_step(tmp_path: Path, file: str, folder: str) -> None:
     (tmp_path / file).write_text("5")
     (tmp_path / folder).mkdir()
-    with pytest.raises(CheckpointError, match=rf"{file} is of \w+'s folder of .*--step latest"):
+    with pytest.raises(CheckpointError, match=rf"{file} is a part of \w+'s folder of .*--step latest"):
         open_checkpoint(tmp_path)
 
 

@@ -244,7 +244,7 @@ def planned(
             left_alone=unread,
             filled=fitted.filled,
             faults=faults,
-            beside={name: _files_of(helper) for name, helper in helpers.items() if helper is not None},
+            beside={name: _files_of(helper, name) for name, helper in helpers.items() if helper is not None},
             mapping=fitted.mapping,
             sides=fitted.sides,
         )
@@ -340,12 +340,14 @@ def _chosen(
     return fitted, held, left_out
 
 
-def _files_of(reader: CheckpointReader) -> tuple[tuple[Path, ...], str]:
+def _files_of(reader: CheckpointReader, role: str = "source") -> tuple[tuple[Path, ...], str]:
     """The files of an opened checkpoint, none if they are in a store, and their digest."""
     if isinstance(reader, StoredReader):
         return (), reader.fingerprint
     # What is salvaged may lack files.
     files = tuple(file for file in reader.files() if file.exists())
+    if role == "adapter":
+        files = (*files, files[0].parent / ADAPTER_CONFIG)
     return files, digest_of(files)
 
 

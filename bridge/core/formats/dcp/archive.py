@@ -216,16 +216,11 @@ def read_value(file: FileView, offset: int, length: int, what: str) -> object:
     return plain_from_pickle(read_pickle(data, FOREIGN_VALUES, what), what)
 
 
-def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
-    """Where and how an archive stores its one tensor. The data itself is not read.
+def tensor_in(file: FileView, records: Mapping[str, Record], what: str) -> StoredTensor:
+    """Where and how an archive with these records stores its one tensor. The data itself is not read.
 
     CheckpointError, beginning with `what`, for anything but one strided tensor of a known dtype inside its record.
     """
-    return tensor_in(file, find_records(file, offset, length, what), what)
-
-
-def tensor_in(file: FileView, records: Mapping[str, Record], what: str) -> StoredTensor:
-    """The tensor of an archive with these records; see `find_tensor`."""
     if "byteorder" in records:
         order = _small_record(file, records, "byteorder", 16, what)
         if order != b"little":

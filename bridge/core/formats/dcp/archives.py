@@ -66,7 +66,7 @@ class Archives:
         return None
 
     def find(self, file: FileView, offset: int, length: int, what: str) -> StoredTensor:
-        """See `find_tensor`."""
+        """See `tensor_in`."""
         key = length, offset % _PADDED_TO
         forms = self._forms.get(key, ())
         for form in forms:

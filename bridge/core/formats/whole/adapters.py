@@ -50,6 +50,9 @@ _LETTERS: Final = {
     "lora_magnitude_vector": _MAGNITUDE,
 }
 
+_TIED: Final = re.compile(r"embed|lm_head|wte|output|head")
+"""Names of weights that models tie: the embedding and the output layer."""
+
 _ROWS: Final = 256
 """Rows of a product that are made at once. Blocks begin at multiples of it, whatever is read: BLAS adds the terms of a
 smaller block in another order, so that a conversion in parts would write other bits than a whole one."""
@@ -61,6 +64,7 @@ _OTHER_ARITHMETIC: Final = (
 _CHANGES_BASE: Final = ("corda", "loftq", "lora_ga", "olora", "pissa")
 _FLOATS: Final = frozenset(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _MAX_CONFIG: Final = 1 << 20
+_MOST_ALPHA: Final = 1e9
 _MERGE_THERE: Final = "merge the adapter with peft (merge_and_unload), and convert the result"
 
 
@@ -85,24 +89,58 @@ class MergedReader(AlteredReader):
         whole: dict[str, str] = {}
         for name in adapter.tensors:
             own = _WRAPPED.sub("", name.removeprefix(_PREFIX))
-            if match := _PART.fullmatch(own):
-                parts[match["module"]][_LETTERS[match["part"]]] = name
-            else:
-                whole[own] = name
+            match = _PART.fullmatch(own)
+            place, key = (parts[match["module"]], _LETTERS[match["part"]]) if match else (whole, own)
+            if place.setdefault(key, name) != name or adapter.tensors[name].dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{adapter.path}: expected one tensor of floating-point numbers for each part, found "
+                    f"{adapter.tensors[name].dtype} in {name!r:.200}, and {place[key]!r:.200}"
+                )
+        if not parts:
+            raise CheckpointError(f"{adapter.path}: expected lora_A and lora_B of some module, found none")
         names = _base_names(reader, [*(f"{module}.weight" for module in parts), *whole], adapter.path)
         weights = {module: reader.tensors[names[f"{module}.weight"]] for module in parts}
         self._merges = {
             weight.name: _Merge.of(weight, module, parts[module], adapter, config)
             for module, weight in weights.items()
         }
+        square = [name for name, merge in self._merges.items() if merge.order is None]
+        if square and any(merge.order == (not config.transposed) for merge in self._merges.values()):
+            raise CheckpointError(
+                f"{adapter.path}: expected fan_in_fan_out as the sizes of other weights say, found "
+                f"{config.transposed}, so the order of axes in {first_of(square)} is not known: {_MERGE_THERE}"
+            )
         self._replaced = {names[own]: name for own, name in whole.items()}
         for base, name in self._replaced.items():
-            shapes = adapter.tensors[name].shape, reader.tensors[base].shape
-            if shapes[0] != shapes[1]:
+            shapes, dtype = (
+                (adapter.tensors[name].shape, reader.tensors[base].shape),
+                reader.tensors[base].dtype,
+            )
+            if shapes[0] != shapes[1] or dtype not in _FLOATS:
                 raise CheckpointError(
-                    f"{adapter.path}: tensor {name!r:.200}: expected shape {shapes[1]}, as in {reader.path}, found "
-                    f"{shapes[0]}: {_MERGE_THERE}"
+                    f"{adapter.path}: tensor {name!r:.200}: expected shape {shapes[1]} as in {reader.path}, which has "
+                    f"{dtype}, found {shapes[0]}, floating-point: {_MERGE_THERE}"
                 )
+        self._require_untied()
+
+    def _require_untied(self) -> None:
+        """CheckpointError if an embedding's weight is also stored under another name, which would keep its elements."""
+        for weight in (self.tensors[name] for name in self._merges if _TIED.search(name)):
+            for other in self.tensors.values():
+                alike = (other.shape, other.dtype) == (weight.shape, weight.dtype) and _TIED.search(
+                    other.name
+                )
+                if alike and other.name not in (*self._merges, *self._replaced):
+                    blocks = _blocks_of_rows(weight, Box.whole(weight.shape))
+                    pairs = (
+                        (self._reader.read(weight.name, box), self._reader.read(other.name, box))
+                        for box in blocks
+                    )
+                    if all(np.array_equal(a, b) for a, b in pairs):
+                        raise CheckpointError(
+                            f"{self.path}: expected one name of a merged weight, found {weight.name!r:.200} and "
+                            f"{other.name!r:.200} with the same elements: leave one out of the base model"
+                        )
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -154,6 +192,7 @@ class _Config:
     alpha: float
     alphas: Mapping[str, float]
     rslora: bool
+    dora: bool
     transposed: bool
 
     @classmethod
@@ -183,32 +222,41 @@ class _Config:
         alpha, alphas = fields.get("lora_alpha", math.nan), fields.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(map(_is_number, (alpha, *alphas.values()))):
             raise CheckpointError(f"{path}: expected numbers in lora_alpha and alpha_pattern, found others")
-        # peft takes each key for a regular expression, which could take exponential time.
+        # peft takes each key for a regular expression. Others than these could take exponential time.
         if expressions := [key for key in alphas if re.fullmatch(r"[\w.]+", key) is None]:
             raise CheckpointError(
                 f"{path}: expected names of modules in alpha_pattern, found {first_of(expressions)}: {_MERGE_THERE}"
             )
-        return cls(alpha, alphas, bool(fields.get("use_rslora")), bool(fields.get("fan_in_fan_out")))
+        flags = {name: fields.get(name) or False for name in ("use_rslora", "use_dora", "fan_in_fan_out")}
+        if wrong := [name for name, value in flags.items() if not isinstance(value, bool)]:
+            raise CheckpointError(
+                f"{path}: expected true or false in {wrong[0]}, found {flags[wrong[0]]!r:.80}"
+            )
+        return cls(alpha, alphas, *flags.values())
 
     def scale(self, module: str, rank: int) -> float:
         """s for the module's weight."""
-        ends = (alpha for key, alpha in self.alphas.items() if f".{module}".endswith(f".{key}"))
+        ends = (alpha for key, alpha in self.alphas.items() if re.fullmatch(rf"(.*\.)?{key}", module))
         return next(ends, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_ALPHA
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """A weight's adapter. a, b: A and B as stored, as matrices. magnitude: DoRA's m. transposed: as for embeddings."""
+    """A weight's adapter. a, b: A and B as stored, as matrices. magnitude: DoRA's m. transposed: as for embeddings.
+
+    order: whether it is transposed if its sizes say so, which those of a square matrix do not (None).
+    """
 
     a: np.ndarray
     b: np.ndarray
     magnitude: np.ndarray | None
     scale: float
     transposed: bool
+    order: bool | None
 
     @classmethod
     def of(
@@ -229,15 +277,24 @@ class _Merge:
                 f"{what}: expected a matrix of bfloat16, float16, float32 or float64 in the base model, found "
                 f"{weight.dtype} {weight.shape} in {weight.name!r:.200} (decode quantized weights: --dequantize)"
             )
-        transposed = config.transposed or "lora_embedding_" in parts[_A]
         shapes = {letter: adapter.tensors[name].shape for letter, name in parts.items()}
         rank, rows, columns = shapes[_A][0] if shapes[_A] else 0, weight.shape[0], math.prod(weight.shape[1:])
+        # peft saves one flag, that of the last layer, and ignores it for convolutions. Other sizes tell more than it.
+        stored = (*shapes[_B][:1], *shapes[_A][1:])
+        transposed = "lora_embedding_" in parts[_A] or (
+            len(weight.shape) == 2
+            and (config.transposed if rows == columns else stored[::-1] == weight.shape)
+        )
         out, inner = (columns, rows) if transposed else (rows, columns)
         sizes = {_A: (rank, inner), _B: (out, rank), _MAGNITUDE: (out,)}
         if any(math.prod(shape) != math.prod(sizes[letter]) for letter, shape in shapes.items()) or not rank:
             raise CheckpointError(
                 f"{what}: expected A [r, {inner}] and B [{out}, r] for {weight.name!r:.200} {weight.shape} of the base "
                 f"model, found {first_of([f'{adapter.tensors[name].shape} in {name}' for name in parts.values()])}"
+            )
+        if config.dora != (_MAGNITUDE in parts):
+            raise CheckpointError(
+                f"{what}: expected magnitudes if use_dora is true, and none otherwise, found {first_of([*parts])}"
             )
         if transposed and _MAGNITUDE in parts:
             raise CheckpointError(
@@ -247,7 +304,10 @@ class _Merge:
         read = {
             letter: adapter.read(name).astype(wide).reshape(sizes[letter]) for letter, name in parts.items()
         }
-        return cls(read[_A], read[_B], read.get(_MAGNITUDE), config.scale(module, rank), transposed)
+        linear = len(weight.shape) == 2 and "lora_A" in parts[_A]
+        order = (None if rows == columns else transposed) if linear else config.transposed
+        scale = config.scale(module, rank)
+        return cls(read[_A], read[_B], read.get(_MAGNITUDE), scale, transposed, order)
 
     def read(self, base: Callable[[Box], np.ndarray], rows: Box, part: Box) -> np.ndarray:
         """``part`` of a block of whole rows, merged, in the dtype of A and B. base: reads the base model's weight."""
@@ -271,7 +331,9 @@ def _base_names(reader: CheckpointReader, names: Sequence[str], adapter: object)
     first = next((name for name in names if name.endswith(".weight")), None)
     if first is not None and first not in reader.tensors:
         alike = [
-            name for name in reader.tensors if f".{name}".endswith(f".{first}") or first.endswith(f".{name}")
+            name
+            for name in reader.tensors
+            if name.endswith((f".{first}", f"/{first}")) or first.endswith(f".{name}")
         ]
         if len(alike) == 1:
             length = len(alike[0]) - len(first)

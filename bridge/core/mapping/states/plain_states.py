@@ -23,6 +23,7 @@ _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"
 _MOMENT = "exp_avg"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_MOST_STEPS = 1e30
 _STATE_DICTS = frozenset({"dcp", "safetensors", "torch"})
 
 
@@ -52,7 +53,7 @@ def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[Tree
         return {}
     paths = [*(info.path for info in reader.tensors.values()), *reader.object_paths.values()]
     plain = {path: tuple(map(_plain, path)) for path in paths}
-    if len(set(plain.values())) < len(plain):
+    if len({".".join(map(str, path)) for path in plain.values()}) < len(paths):
         return {}
     entries = (
         entry for rule in mapping.rules for side in mapping.conventions for entry in rule.entries(side)
@@ -88,7 +89,9 @@ class PlainNames(AlteredReader):
     def _object(self, name: str) -> object:
         value = self._reader.objects[self._owns[name]]
         # A group of a state dict with names lists the names of its weights.
-        return [*map(_plain, value)] if isinstance(value, list) else value
+        if self.object_paths[name][-1] == "params" and isinstance(value, list):
+            return [*map(_plain, value)]
+        return value
 
 
 class StepTensors(AlteredReader):
@@ -133,7 +136,9 @@ def _is_step(path: TreePath) -> bool:
 
 def _number(reader: CheckpointReader, name: str) -> float | None:
     value = value_of(reader, name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_STEPS:
+        return None
+    return float(value)
 
 
 def _of_weights(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
