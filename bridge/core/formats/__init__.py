@@ -32,8 +32,12 @@ from bridge.core.formats.tensors.base import (
     TreePath,
 )
 from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
-from bridge.core.formats.whole.foreign import foreign
-from bridge.core.formats.whole.read_only import TREE_OF_PLACEHOLDERS, directory_format, single_file_format
+from bridge.core.formats.whole.read_only import (
+    TREE_OF_PLACEHOLDERS,
+    directory_format,
+    foreign,
+    single_file_format,
+)
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 from bridge.core.long_calls import collection_paused
 from bridge.core.text import first_of

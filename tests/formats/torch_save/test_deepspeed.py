@@ -232,3 +232,74 @@ def test_a_step_is_chosen_in_the_folder_of_steps(tmp_path: Path) -> None:
     saved(tmp_path / "global_step12", 3, 2)
     with open_checkpoint(tmp_path, step="latest") as reader:
         assert Path(str(reader.path)).name == "global_step12"
+
+
+def test_what_the_shapes_leave_over_is_an_error(tmp_path: Path) -> None:
+    shapes = [OrderedDict([("up.weight", torch.Size((6, 6)))]), OrderedDict([("up.bias", torch.Size((5,)))])]
+    for stage in (2, 3):
+        folder = saved(tmp_path / f"zero{stage}", stage, 2, param_shapes=shapes)
+        with pytest.raises(
+            CheckpointError, match=r"group \d: expected \d+ elements and padding for param_shapes"
+        ):
+            open_checkpoint(folder)
+
+
+def changed(folder: Path, change: Any) -> Path:
+    """The checkpoint with its optimizer files changed, each by its rank and its state."""
+    for rank, file in enumerate(sorted(folder.glob("*optim_states.pt"))):
+        tree = torch.load(file, weights_only=False)
+        change(rank, tree["optimizer_state_dict"])
+        torch.save(tree, file)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_have_their_own_state(tmp_path: Path, stage: int) -> None:
+    """SGD with momentum in one group; a count that is a number, and another scalar."""
+
+    def change(rank: int, state: dict[str, Any]) -> None:
+        groups = state["base_optimizer_state" if stage == 2 else "optimizer_state_dict"]["state"]
+        groups[0] = {"step": 4}
+        groups[1] = {"exp_avg": groups[1]["exp_avg"], "rate": torch.tensor(0.5)}
+
+    with open_checkpoint(changed(saved(tmp_path / "zero", stage, 2), change)) as reader:
+        state_names = {name for name in reader.tensors if name.startswith("optimizer")}
+        assert state_names == {
+            f"optimizer.state.{weight}.{key}" for weight in SHAPES[1] for key in ("exp_avg", "rate")
+        }
+        expected = state()["up.bias"]["exp_avg"]
+        assert np.array_equal(reader.read("optimizer.state.up.bias.exp_avg"), expected)
+        assert reader.read("optimizer.state.scale.rate") == 0.5
+        steps = {name: value for name, value in reader.objects.items() if name.endswith(".step")}
+        assert steps == {f"optimizer.state.{weight}.step": 4 for weight in SHAPES[0]}
+
+
+def of_one_rank(rank: int, state: dict[str, Any]) -> None:
+    if rank == 0:
+        state["base_optimizer_state"]["state"] = {}
+
+
+def elastic(rank: int, state: dict[str, Any]) -> None:
+    state["base_optimizer_state"] = [*state["base_optimizer_state"]["state"].values()]
+
+
+def nothing(rank: int, state: dict[str, Any]) -> None:
+    state["base_optimizer_state"] = None
+
+
+def more(rank: int, state: dict[str, Any]) -> None:
+    state["other_partition"] = torch.ones(3)
+
+
+@pytest.mark.parametrize("change", [of_one_rank, elastic, nothing, more])
+def test_state_without_a_place_is_an_error(tmp_path: Path, change: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"found|expected \d+ elements"):
+        open_checkpoint(changed(saved(tmp_path / "zero", 2, 2), change))
+
+
+def test_values_of_the_program_are_carried(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "zero", 2, 2, epoch=3, rng_state=torch.arange(4), nested={"ema": torch.ones(2)})
+    with open_checkpoint(folder) as reader:
+        assert reader.objects["epoch"] == 3
+        assert np.array_equal(reader.read("rng_state"), np.arange(4))
+        assert np.array_equal(reader.read("nested.ema"), np.ones(2))

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -228,50 +228,35 @@ class DeepSpeedReader(ComputedReader):
                 if runs or not key:
                     self._add(("optimizer", "state", weight, key) if key else ("module", weight), shape, runs)
             lengths = [sum(length for _, length in own) for own in pieces]
-            last = group == [*shapes][-1]
-            if (
-                not key
-                and not self._cuts_weights
-                and -(-at // (2 * ranks)) != -(-sum(lengths) // (2 * ranks))
+            # As in zero_to_fp32.py: DeepSpeed pads a group to a multiple of twice the number of ranks.
+            padded = [-(-count // (2 * ranks)) for count in (at, sum(lengths))]
+            is_last = group == max(shapes)
+            if not key and (
+                set(lengths) != {at} and is_last if self._cuts_weights else padded[0] != padded[1]
             ):
-                self._refuse_left_over(group, at, sum(lengths))
-            if not key and self._cuts_weights and last and set(lengths) != {at}:
-                self._refuse_left_over(group, at, max(lengths))
-
-    def _refuse_left_over(self, group: int, expected: int, found: int) -> None:
-        # As in zero_to_fp32.py: DeepSpeed pads a group to a multiple of twice the number of ranks.
-        raise CheckpointError(
-            f"{self.path}: group {group}: expected {expected} elements and padding for the shapes in param_shapes, "
-            f"found {found} in the optimizer's files"
-        )
+                raise CheckpointError(
+                    f"{self.path}: group {group}: expected {at} elements and padding for param_shapes, found {lengths}"
+                )
 
     def _take_scalars(self, shapes: _Shapes, main: Mapping[int, str], state: TreePath) -> None:
         """Add the step count, and other scalars and values of a group's state, for each of its weights."""
-        rank = self._optimizers[0]
-        scalars = {
-            (_number(info.path[3]), info.path[4]): name
-            for name, info in rank.tensors.items()
-            if info.path[:3] == state and len(info.path) == 5 and not info.shape
-        }
+        rank, at = self._optimizers[0], 0
+        paths = {name: info.path for name, info in rank.tensors.items() if not info.shape}
         values = {
-            (_number(path[3]), path[4]): name
-            for name, path in rank.object_paths.items()
+            name: path
+            for name, path in (paths | dict(rank.object_paths)).items()
             if path[:3] == state and len(path) == 5
         }
         ends = list(itertools.accumulate(_size(rank, name) for name in main.values()))
-        at = 0
         for group, weights in shapes.items():
             for weight, shape in weights.items():
-                own = group
-                if self._cuts_weights:
-                    own = [*main, -1][bisect_right(ends, at)]
-                    at += -(-math.prod(shape) // len(self._optimizers))
-                for (of, key), name in scalars.items():
-                    if of == own:
-                        self._add(("optimizer", "state", weight, key), (), [_Run(rank, name, 0, 1)])
-                for (of, key), old in values.items():
-                    if of == own:
-                        name, path = flat_name(("optimizer", "state", weight, key))
+                own = [*main, -1][bisect_right(ends, at)] if self._cuts_weights else group
+                at += -(-math.prod(shape) // len(self._optimizers))
+                for old, (*_, number, key) in values.items():
+                    name, path = flat_name(("optimizer", "state", weight, key))
+                    if _number(number) == own and old in paths:
+                        self._add(path, (), [_Run(rank, old, 0, 1)])
+                    elif _number(number) == own:
                         self.object_paths[name], self._values[name] = path, (rank, old)
 
     def _shapes(self, key: str, depth: int) -> _Shapes:
@@ -384,9 +369,10 @@ def _number(key: str | int) -> int:
     return int(key) if re.fullmatch(r"[0-9]{1,9}", str(key)) else -1
 
 
-def _padding(paddings: object, group: int, number: int) -> int:
+def _padding(paddings: Any, group: int, number: int) -> int:
     """Elements behind a weight in its group's flat array."""
-    if isinstance(paddings, list) and group < len(paddings) and isinstance(paddings[group], list):
-        value = paddings[group][number] if number < len(paddings[group]) else 0
-        return value if type(value) is int and value >= 0 else 0
-    return 0
+    try:
+        value = paddings[group][number]
+    except (LookupError, TypeError):
+        return 0
+    return value if type(value) is int and value >= 0 else 0

@@ -3,10 +3,14 @@
 torch      .pt .pth .bin .ckpt, or a zip file with data.pkl
 npz        .npz, or a zip file with .npy files
 msgpack    .msgpack, or a file that begins like a msgpack map, such as flax's `checkpoint_100`
+
+Files of other programs are named, with what to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +25,30 @@ NPZ_FILES: Final = FileKind((".npz",))
 TREE_OF_PLACEHOLDERS: Final = "checkpoint"
 """The file of msgpack in a folder of Orbax, flax or T5X before 2024."""
 _KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
+_SAVE: Final = "load it with that program, and save the arrays by numpy.savez"
+_EXPORTED: Final = "give the checkpoint that it was made from"
+_UNPACK: Final = "unpack it, and give the folder"
+_FOREIGN: Final = (
+    ("*.gguf", "a model for llama.cpp (GGUF)", _EXPORTED),
+    ("*.h5", "a file of Keras (HDF5)", _SAVE),
+    ("*.keras", "a file of Keras", _SAVE),
+    ("saved_model.pb", "a SavedModel of TensorFlow", _SAVE),
+    ("*.data-?????-of-?????", "a checkpoint of TensorFlow", _SAVE),
+    ("*.nemo", "an archive of NeMo (tar)", _UNPACK),
+    ("*.onnx", "a program of ONNX", _EXPORTED),
+    ("*.pdparams", "a checkpoint of PaddlePaddle", _SAVE),
+    ("*.pth.tar", "a file of torch.save, perhaps", "give the path of the file"),
+    ("*.tar", "an archive", _UNPACK),
+    ("*.tar.?z", "an archive", _UNPACK),
+    ("*.zip", "an archive", _UNPACK),
+    ("zero_to_fp32.py", "a part of DeepSpeed's folder of steps", "choose a step (--step latest)"),
+    (
+        "latest_checkpointed_iteration.txt",
+        "a part of Megatron's folder of steps",
+        "choose one (--step latest)",
+    ),
+)
+"""A pattern of names, what such a file is, and what to do."""
 _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 """First bytes of a msgpack map with at least one entry; no pickle begins with them."""
 
@@ -46,3 +74,13 @@ def single_file_format(path: Path) -> str | None:
     finally:
         files.close()
     return "msgpack" if head[:1] and head[0] in _MAPS else None
+
+
+def foreign(names: Iterable[str]) -> str:
+    """Which of these names is another program's, and what to do; "" if none is known."""
+    known = [*names]
+    for pattern, program, way in _FOREIGN:
+        for name in known:
+            if fnmatchcase(name.lower(), pattern):
+                return f"{name} is {program}: {way}"
+    return ""
