@@ -11,13 +11,7 @@ from bridge.commands.convert_options import ContentOptions, RunOptions
 from bridge.commands.convert_report import ASKED_FOR, names_of, print_filled, print_result
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
-from bridge.commands.options import (
-    JsonOption,
-    MappingOptions,
-    item_names,
-    some,
-    user_errors,
-)
+from bridge.commands.options import JsonOption, MappingOptions, item_names, some, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.parents import ask_for_parents, missing_parent, place_here
 from bridge.commands.part_options import PartOptions
@@ -86,9 +80,10 @@ def convert(
         missing = None if run.dry_run or run.parents else missing_parent(dst)
         if missing is not None:
             ask_for_parents(missing, dst)
-    if run.prove and (request is not None or run.dry_run):
+    if (run.prove or content.salvage) and (request is not None or run.dry_run):
+        option = "--prove" if run.prove else "--salvage"
         raise typer.BadParameter(
-            "--prove needs the whole result: convert without --part, --parts and --dry-run"
+            f"{option} needs the whole result: convert without --part, --parts and --dry-run"
         )
     if request is not None:
         from bridge.commands.convert_parts import convert_in_parts

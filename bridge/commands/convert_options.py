@@ -20,8 +20,7 @@ class ContentOptions(SelectionOptions):
         typer.Option(metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."),
     ] = None
     drop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave out these names of SRC; repeatable.")
     ] = None
     cast: Annotated[
         list[str] | None,

@@ -79,12 +79,7 @@ def _left(resume: bool) -> str:
 
 
 def _on_engine(
-    request: PartRequest,
-    src: str,
-    dst: str,
-    options: ConvertOptions,
-    run: RunOptions,
-    progress: Progress,
+    request: PartRequest, src: str, dst: str, options: ConvertOptions, run: RunOptions, progress: Progress
 ) -> ConvertReport:
     from bridge.checkpoints.jobs.cluster import Cluster, convert_on
 

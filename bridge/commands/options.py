@@ -109,8 +109,7 @@ class MappingOptions:
     any_model: Annotated[
         bool,
         typer.Option(
-            "--any-model",
-            help="Use the mapping even if its rules are not for the model in config.json.",
+            "--any-model", help="Use the mapping even if its rules are not for the model in config.json."
         ),
     ] = False
     optimizer_order: Annotated[
@@ -190,8 +189,7 @@ class ItemOptions:
         ),
     ] = None
     step: Annotated[
-        str | None,
-        typer.Option(metavar="N|latest", help="The step to take from a directory of steps."),
+        str | None, typer.Option(metavar="N|latest", help="The step to take from a directory of steps.")
     ] = None
 
     @property

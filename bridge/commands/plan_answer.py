@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.commands.plan_options import (
-    ScenarioOptions,
-    SearchOptions,
-    TargetOptions,
-    TrainingOptions,
-)
+from bridge.commands.plan_options import ScenarioOptions, SearchOptions, TargetOptions, TrainingOptions
 from bridge.commands.plan_search import check_options, searched
 from bridge.commands.plan_targets import CompiledSteps, TargetRequest, check_target_options, compiled_steps
 from bridge.planning.answers.comparison import Comparison, compare

@@ -14,9 +14,11 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from bridge import convert, verify
+from bridge.checkpoints.ground.selection import Selection
 from bridge.commands.main import app
 from bridge.core.formats import CheckpointError, Format, create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import TreePath
+from bridge.core.mapping import parse_mapping
 
 ARRAYS = {f"model.w{n}[0]": np.random.default_rng(n).standard_normal((40, 30)) for n in range(6)}
 
@@ -138,3 +140,39 @@ def test_the_command_names_the_damage_and_ends_with_1(tmp_path: Path) -> None:
         CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "c"), *arguments[3:], "--json"]).stdout
     )
     assert [*document["faults"]] == ["model.w0[0]"]
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_names_that_a_mapping_reads_otherwise_are_left_out(tmp_path: Path, numbered: bool) -> None:
+    """Wrapped names, and numbered states of the optimizer, have other names when a mapping translates them."""
+    weights = {f"{n}._orig_mod.weight": torch.full((4, n + 2), float(n)) for n in range(3)}
+    state = {
+        n if numbered else name: {
+            "exp_avg": torch.full_like(w, 5.0 + n),
+            "exp_avg_sq": torch.full_like(w, 9.0),
+            "step": torch.tensor(3.0),
+        }
+        for n, (name, w) in enumerate(weights.items())
+    }
+    group = {"lr": 0.1, "params": [0, 1, 2] if numbered else [*weights]}
+    file = tmp_path / "a.pt"
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": [group]}}, file)
+    data = bytearray(file.read_bytes())
+    at = data.find(weights["1._orig_mod.weight"].numpy().tobytes())
+    data[at + 1] ^= 2
+    file.write_bytes(data)
+    rules = "".join(f'[[rule]]\ntorch = "{n}.weight : o m"\njax = "l{n}/kernel : m o"\n' for n in range(3))
+    table = parse_mapping(rules, "rules.toml")
+    report = convert(
+        file, tmp_path / "out", mapping=table, salvage=True, selection=Selection(weights_only=True)
+    )
+    assert {*report.faults} == {"model.1._orig_mod.weight"}
+    assert {*arrived(tmp_path / "out")} == {"params/l0/kernel", "params/l2/kernel"}
+
+
+def test_parts_and_dry_runs_are_refused(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "dcp")
+    for more in (["--part", "1/2"], ["--dry-run"]):
+        result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--salvage", *more])
+        assert result.exit_code == 2
+        assert "--salvage needs the whole result" in result.output.replace("\n", " ").replace("│", "")

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.serialization
 import ml_dtypes
+import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -155,3 +156,31 @@ def test_a_folder_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
     old = save(tmp_path / "old", {"params": f"PLACEHOLDER://{name}"}, {"params.dense.kernel": KERNEL})
     with pytest.raises(CheckpointError, match="expected its metadata"):
         open_checkpoint(old)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a/b": "PLACEHOLDER://x", "a": {"b": "PLACEHOLDER://x"}}, "found 'a/b' twice"),
+        ({"a": {"b": "PLACEHOLDER://x"}, "a/b": np.ones(2, np.float32)}, "found 'a/b' twice"),
+        ({"a": {"driver": "zarr3", "kvstore": {"path": "x"}}}, "expected an array of zarr in a folder"),
+        ({"a": {"driver": "zarr", "kvstore": "file://x"}}, "expected an array of zarr in a folder"),
+    ],
+)
+def test_trees_that_name_arrays_otherwise_are_refused(
+    tmp_path: Path, tree: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(save(tmp_path / "old", tree, {"x": KERNEL}))
+
+
+def test_lists_and_folders_that_no_leaf_names(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for name, array in (("x", KERNEL), ("y", TABLE), ("z", ZEROS)):
+        zarr(old / name, array, [2, 3])
+    (old / "checkpoint").write_bytes(msgpack.packb({"layers": ["PLACEHOLDER://x", "PLACEHOLDER://y"]}))
+    with open_checkpoint(old) as reader:
+        assert np.array_equal(reader.read("layers/0"), KERNEL)
+        assert np.array_equal(reader.read("layers/1"), TABLE)
+    assert convert(old, tmp_path / "out").left_alone == {"z": "an array that checkpoint does not name"}

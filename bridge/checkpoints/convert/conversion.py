@@ -355,7 +355,7 @@ def _convert(
             destination,
             resumed=resumed,
             overflowed={name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
-            verified=options.verify,
+            verified=options.verify or options.salvage,
             started=started,
         )
 
@@ -376,11 +376,7 @@ def declare(
 
 
 def _write(
-    reader: CheckpointReader,
-    writer: CheckpointWriter,
-    conversion: Conversion,
-    workers: int,
-    progress: Follow,
+    reader: CheckpointReader, writer: CheckpointWriter, conversion: Conversion, workers: int, progress: Follow
 ) -> int:
     """Write everything; return the bytes that were already there."""
     outputs: Collection[Output] = conversion.outputs.values()

@@ -179,16 +179,16 @@ class Conversion:
 @contextmanager
 def _opened(
     source: str | os.PathLike[str], options: ConvertOptions
-) -> Iterator[tuple[CheckpointReader, Selection, Mapping[str, str]]]:
-    """The source, the selection, and the faults that are left out."""
+) -> Iterator[tuple[CheckpointReader, CheckpointReader, Mapping[str, str]]]:
+    """The source, what is read of it, and the faults that are left out."""
     if options.salvage:
         from bridge.checkpoints.convert.salvage import salvaged
 
-        with salvaged(source, options.items, options.selection) as whole:
-            yield whole
+        with salvaged(source, options.items) as salvage:
+            yield salvage
     else:
         with open_checkpoint(source, verify=options.verify, items=options.items) as reader:
-            yield reader, options.selection, {}
+            yield reader, checked(reader) if options.verify else reader, {}
 
 
 @contextmanager
@@ -202,14 +202,11 @@ def planned(
     table, casts = _table_of(options, options.mapping), parse_casts(options.casts)
     with (
         ExitStack() as planning,
-        _opened(source, options) as (whole, selection, faults),
+        _opened(source, options) as (whole, held, faults),
         template_at(options.like) if options.like else nullcontext() as template,
         adapter_of(options) as adapter,
     ):
         planning.enter_context(collection_paused())
-        options = dataclasses.replace(options, selection=selection)
-        # What is salvaged was verified before.
-        held = checked(whole) if options.verify and not options.salvage else whole
         held = changed = altered(held, adapter, options)
         target = options.to or _usual_target(held, template)
         table, found = (table, ()) if table is not None else _found(whole, held, template, target, options)
@@ -323,7 +320,7 @@ def _chosen(
         table = with_config(table, whole)
         held = with_named_states(with_plain_states(held, table), table, options.optimizer_order)
     reader = held
-    if not options.selection.everything:
+    if options.salvage or not options.selection.everything:
         reader = selected = SelectedReader(held, options.selection)
         left_out = selected.left_out
         if table is not None:

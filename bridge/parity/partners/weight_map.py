@@ -54,11 +54,7 @@ class WeightMap:
 
     @classmethod
     def of(
-        cls,
-        mapping: MappingTable,
-        torch: Leaves,
-        jax: Leaves,
-        buffers: tuple[Leaves, Leaves] = ({}, {}),
+        cls, mapping: MappingTable, torch: Leaves, jax: Leaves, buffers: tuple[Leaves, Leaves] = ({}, {})
     ) -> WeightMap:
         """The relation of two models' weights and buffers."""
         sides, names, dropped = [], [], []

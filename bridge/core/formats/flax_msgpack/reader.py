@@ -82,15 +82,19 @@ def _walk(node: object, path: TreePath, what: str) -> Iterator[tuple[TreePath, o
         yield path, _pieces([node], node.shape, where)
     elif isinstance(node, str) and node.startswith(_ELSEWHERE):
         yield path, Elsewhere(node.removeprefix(_ELSEWHERE))
-    elif isinstance(node, dict) and node.get("driver") == "zarr" and isinstance(node.get("kvstore"), dict):
-        yield path, Elsewhere(str(node["kvstore"].get("path")).rstrip("/").rpartition("/")[2])
+    elif isinstance(node, dict) and {"driver", "kvstore"} <= node.keys():
+        kvstore = node["kvstore"]
+        if node["driver"] != "zarr" or not isinstance(kvstore, dict):
+            raise CheckpointError(f"{where}: expected an array of zarr in a folder, found {node!r:.200}")
+        yield path, Elsewhere(str(kvstore.get("path")).rstrip("/").rpartition("/")[2])
     elif isinstance(node, dict) and CHUNKED in node:
         yield path, _chunked(node, where)
     elif isinstance(node, dict) and node:
         for key, value in node.items():
             yield from _walk(value, (*path, key), what)
     elif isinstance(node, list) and any(
-        isinstance(value, dict | list | StoredArray | complex) for value in node
+        isinstance(value, dict | list | StoredArray | complex) or str(value).startswith(_ELSEWHERE)
+        for value in node
     ):
         for number, value in enumerate(node):
             yield from _walk(value, (*path, number), what)
@@ -238,6 +242,8 @@ class MsgpackReader(SingleChunkReader):
             yield name
 
     def _take(self, name: str, path: TreePath, file: str, value: object) -> None:
+        if name in self.elsewhere:
+            raise CheckpointError(f"{self.path}: expected names that differ, found {name!r:.200} twice")
         if isinstance(value, Elsewhere):
             self.elsewhere[name] = path, value.folder
             return

@@ -39,12 +39,17 @@ class PlaceholdersReader(AlteredReader):
 
     def __init__(self, tree: MsgpackReader, arrays: OrbaxReader) -> None:
         super().__init__(tree)
-        self._arrays = arrays
+        self._arrays, self.path = arrays, arrays.path
         self.tensors = {**tree.tensors, **arrays.tensors}
 
     def files(self) -> Sequence[Path]:
         """The file with the tree, and the files of all arrays."""
         return (*self._reader.files(), *self._arrays.files())
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """Folders of arrays that the file does not name."""
+        return dict.fromkeys(self._arrays.left_alone, f"an array that {TREE_OF_PLACEHOLDERS} does not name")
 
     def checksummed(self, name: str) -> bool:
         """Never: neither format has checksums."""
