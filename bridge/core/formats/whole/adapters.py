@@ -147,7 +147,7 @@ class MergedReader(AlteredReader):
         own = f", {counted(len(self._replaced), 'tensor')} replaced by its own" if self._replaced else ""
         return (
             f"the adapter {self._adapter.path} is merged into {counted(len(self._merges), 'weight')}{own}: calculated "
-            "in float32, rounded once to the dtype of the weight",
+            "in float32 or the weight's own float64, rounded once to its dtype",
         )
 
     def close(self) -> None:
