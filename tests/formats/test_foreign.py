@@ -15,6 +15,7 @@ FILES = {
     "Model.KERAS": (b"PK\x05\x06" + bytes(18), "a file of Keras"),
     "saved_model.pb": (b"\x08\x01", "a SavedModel of TensorFlow"),
     "model.ckpt-10.data-00000-of-00001": (bytes(8), "a checkpoint of TensorFlow"),
+    "model.ckpt-10.index": (b"\x82\xa210\x01\xa210\x02", "the index of a checkpoint of TensorFlow"),
     "llama.nemo": (bytes(512), "an archive of NeMo"),
     "model.onnx": (b"\x08\x07", "a program of ONNX"),
     "run.tar.gz": (b"\x1f\x8b", "an archive"),

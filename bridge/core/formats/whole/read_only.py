@@ -34,6 +34,7 @@ _FOREIGN: Final = (
     ("*.keras", "a file of Keras", _SAVE),
     ("saved_model.pb", "a SavedModel of TensorFlow", _SAVE),
     ("*.data-?????-of-?????", "a checkpoint of TensorFlow", _SAVE),
+    ("*.ckpt*.index", "the index of a checkpoint of TensorFlow", _SAVE),
     ("*.nemo", "an archive of NeMo (tar)", _UNPACK),
     ("*.onnx", "a program of ONNX", _EXPORTED),
     ("*.pdparams", "a checkpoint of PaddlePaddle", _SAVE),
