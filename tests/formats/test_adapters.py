@@ -310,7 +310,8 @@ def test_convert_merges_and_diff_compares_with_the_merged_weights(tmp_path: Path
     base, adapter = base_at(tmp_path / "base", q__weight=weight), adapter_at(tmp_path / "a", lora())
     report = convert(base, tmp_path / "out", to="safetensors", merge_adapter=adapter)
     assert any(
-        "is merged into 1 weight: calculated in float32 or the weight's own float64, rounded once" in remark for remark in report.remarks
+        "is merged into 1 weight: calculated in float32 or the weight's own float64, rounded once" in remark
+        for remark in report.remarks
     )
     with open_checkpoint(tmp_path / "out") as reader:
         assert np.array_equal(reader.read("q.weight"), merged(base, adapter))

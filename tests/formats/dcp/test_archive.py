@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from bridge.core.formats.dcp import archive_writer as dcp_archive_writer
-from bridge.core.formats.dcp.archive import find_tensor, read_value, verify_record
+from bridge.core.formats.dcp.archive import read_value, verify_record
 from bridge.core.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.core.formats.reading import source_files
 from bridge.core.formats.reading.source_files import FileView, SourceFiles
 from bridge.core.formats.tensors.arrays import raw_bytes
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from tests.support.bridge.bits import random_bits, same_bits
-from tests.support.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
+from tests.support.bridge.dcp_files import array_of, find_tensor, numbered, stock_archive, tensor_of
 from tests.support.bridge.file_views import elements, viewed
 
 

@@ -12,18 +12,14 @@ import pytest
 import torch
 
 from bridge.core.formats.dcp import archives as module
-from bridge.core.formats.dcp.archive import StoredTensor, find_records, tensor_in
+from bridge.core.formats.dcp.archive import StoredTensor, find_records
 from bridge.core.formats.dcp.archive_writer import tensor_archive
 from bridge.core.formats.dcp.archives import Archives
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.reading.zip_directory import END, END64, END64_LOCATOR
 from bridge.core.formats.tensors.base import CheckpointError
+from tests.support.bridge.dcp_files import find_tensor
 from tests.support.bridge.file_views import elements, viewed
-
-
-def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
-    """One archive without what is known of others."""
-    return tensor_in(file, find_records(file, offset, length, what), what)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import CheckpointError, open_checkpoint
 from bridge.core.formats.dcp import metadata as dcp_metadata
 from bridge.core.formats.dcp import reader as module
-from bridge.core.formats.dcp.archive import find_tensor
 from bridge.core.formats.dcp.pickle import read_pickle
 from bridge.core.formats.dcp.pickle_records import PLAIN_VALUES, Instance
 from bridge.core.formats.dcp.pickle_writer import write_pickle
@@ -40,7 +39,14 @@ from bridge.core.formats.tensors.base import DTYPES, Box
 from bridge.core.formats.tensors.plain import plain_value
 from tests.formats.dcp.test_pickle import PAIR, Evil, nest
 from tests.support.bridge.bits import random_bits, same_bits
-from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
+from tests.support.bridge.dcp_files import (
+    array_of,
+    edit_metadata,
+    find_tensor,
+    numbered,
+    stock_save,
+    tensor_of,
+)
 from tests.support.examples import examples
 from tests.support.ranks import RankGroup
 

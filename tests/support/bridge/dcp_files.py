@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from bridge.core.formats.dcp.archive import StoredTensor, find_records, tensor_in
+from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.tensors.base import DTYPES
 
 
@@ -71,3 +73,8 @@ def edit_metadata(path: Path, edit: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads(file.read_bytes())
     edit(metadata)
     file.write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
+    """Where and how one archive stores its tensor, without what is known of other archives."""
+    return tensor_in(file, find_records(file, offset, length, what), what)
