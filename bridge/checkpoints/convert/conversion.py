@@ -162,8 +162,8 @@ def require_place(conversion: Conversion, destination: Path, replace_it: bool) -
     require_replaceable(destination)
     # It must not be or contain a file that is read: indexes and links lead anywhere.
     real = Path(os.path.realpath(destination))
-    beside = ((owner, files) for owner, (files, _) in conversion.beside.items())
-    for owner, files in (("source", conversion.files), *beside):
+    also_read = ((owner, files) for owner, (files, _) in conversion.also_read.items())
+    for owner, files in (("source", conversion.files), *also_read):
         for path in files:
             file = Path(os.path.realpath(path))
             if real == file or real in file.parents:

@@ -128,7 +128,7 @@ class Conversion:
     calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
     conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
     filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
-    beside: files and digest, as of the source, of the "template" and the "adapter", if there are such. mapping, sides:
+    also_read: files and digest, as of the source, of the "template" and the "adapter", if there is one. mapping, sides:
     see `Fitted`.
     """
 
@@ -148,7 +148,7 @@ class Conversion:
     left_alone: Mapping[str, str] = field(default_factory=dict)
     filled: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
-    beside: Mapping[str, tuple[tuple[Path, ...], str]] = field(default_factory=dict)
+    also_read: Mapping[str, tuple[tuple[Path, ...], str]] = field(default_factory=dict)
     mapping: MappingTable | None = None
     sides: tuple[str, str] | None = None
 
@@ -241,7 +241,9 @@ def planned(
             left_alone=unread,
             filled=fitted.filled,
             faults=faults,
-            beside={name: _files_of(helper, name) for name, helper in helpers.items() if helper is not None},
+            also_read={
+                name: _files_of(helper, name) for name, helper in helpers.items() if helper is not None
+            },
             mapping=fitted.mapping,
             sides=fitted.sides,
         )
@@ -366,7 +368,7 @@ def conversion_key(conversion: Conversion, write_items: Sequence[str] = ()) -> d
     """The identity of a conversion: conversions with equal keys write the same bytes."""
     source = conversion.source
     return {
-        **{name: digest for name, (_, digest) in conversion.beside.items()},
+        **{name: digest for name, (_, digest) in conversion.also_read.items()},
         "source": source if isinstance(source, str) else os.path.abspath(source),
         "files": conversion.digest,
         "format": conversion.format,
@@ -380,7 +382,7 @@ def require_unchanged(conversion: Conversion) -> None:
     """CheckpointError if the source, the template or the adapter has changed since the conversion was planned."""
     for place, files, digest in (
         (conversion.source, conversion.files, conversion.digest),
-        *((f"the {name}", *read) for name, read in conversion.beside.items()),
+        *((f"the {name}", *read) for name, read in conversion.also_read.items()),
     ):
         if files and digest_of(files) != digest:
             raise CheckpointError(
