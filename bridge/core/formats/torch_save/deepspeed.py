@@ -44,14 +44,11 @@ _STATE: Final = "optimizer_state_dict"
 _SHARDED_WEIGHTS: Final = "fp32_flat_groups"
 """The key of a rank's float32 weights in stage 3, where each weight is cut; the next one is that of stages 1 and 2."""
 _SHARDED_GROUPS: Final = "single_partition_of_fp32_groups"
-_OWN: Final = frozenset(
-    (
-        *("buffer_names", "frozen_param_fragments", "frozen_param_shapes", "module", "optimizer"),
-        *("param_shapes", "shared_params"),
-    )
+_OWN: Final = (
+    *("buffer_names", "frozen_param_fragments", "frozen_param_shapes", "module", "optimizer"),
+    *("param_shapes", "shared_params"),
 )
 """Keys of the model's file whose values are not carried: the tensors have their content."""
-
 
 _Shapes: TypeAlias = Mapping[int, Mapping[str, tuple[int, ...]]]
 _Flats: TypeAlias = Sequence[Mapping[int, str]]
@@ -223,7 +220,7 @@ class DeepSpeedReader(ComputedReader):
                     runs = self._parts(pieces, at, part, size)
                     at += part
                 else:
-                    runs = self._consecutive(pieces, at, size)
+                    runs = _consecutive(self._optimizers, pieces, at, size)
                     at += size + _padding(paddings, group, number)
                 if runs or not key:
                     self._add(("optimizer", "state", weight, key) if key else ("module", weight), shape, runs)
@@ -271,24 +268,11 @@ class DeepSpeedReader(ComputedReader):
             shapes[_number(path[1]) if depth == 3 else 0][str(path[-1])] = shape
         return shapes
 
-    def _consecutive(self, pieces: Sequence[_Pieces], start: int, size: int) -> list[_Run]:
-        """Elements [start, start + size) of the tensors of all ranks in a row."""
-        runs: list[_Run] = []
-        at = 0
-        for reader, own in zip(self._optimizers, pieces, strict=True):
-            for name, length in own:
-                low, high = max(start, at), min(start + size, at + length)
-                if name is not None and low < high:
-                    runs.append(_Run(reader, name, low - at, high - low))
-                at += length
-        return runs
-
     def _parts(self, pieces: Sequence[_Pieces], start: int, part: int, size: int) -> list[_Run]:
         """The first ``size`` elements of [start, start + part) of each rank, one rank behind the other."""
         runs: list[_Run] = []
-        for rank in range(len(pieces)):
-            own = [own if number == rank else [] for number, own in enumerate(pieces)]
-            runs += self._consecutive(own, start, min(part, max(0, size - rank * part)))
+        for number, (reader, own) in enumerate(zip(self._optimizers, pieces, strict=True)):
+            runs += _consecutive([reader], [own], start, min(part, max(0, size - number * part)))
         return runs
 
     def _take_rest(self) -> None:
@@ -300,17 +284,18 @@ class DeepSpeedReader(ComputedReader):
                 runs.append(_Run(rank, stored, 0, min(held, left)))
                 left -= runs[-1].count
             self._add(("module", weight), shape, [run for run in runs if run.count])
+        known = {*self.tensors, *self._main.unreadable}
         for name, info in self._main.tensors.items():
-            if info.path[0] not in _OWN - {"module"} and name not in (*self.tensors, *self._main.unreadable):
+            if (info.path[0] == "module" or info.path[0] not in _OWN) and name not in known:
                 self._add(info.path, info.shape, [_Run(self._main, name, 0, info.numel)])
         for name, path in self._main.object_paths.items():
             if path[0] == "shared_params" and len(path) == 2:
-                known = self.tensors.get(f"module.{self._main.objects[name]}")
-                if known is None:
+                shared = self.tensors.get(f"module.{self._main.objects[name]}")
+                if shared is None:
                     raise CheckpointError(
                         f"{self._main.path}: shared_params names {self._main.objects[name]!r:.200}, which is no weight"
                     )
-                self._add(("module", *path[1:]), known.shape, self._runs[known.name][0])
+                self._add(("module", *path[1:]), shared.shape, self._runs[shared.name][0])
             elif path[0] not in _OWN:
                 self.object_paths[name], self._values[name] = path, self._main
         groups = (*self._base, "param_groups")
@@ -358,6 +343,21 @@ class DeepSpeedReader(ComputedReader):
         if isinstance(value, TorchSaveReader):
             return value.objects[name]
         return value[0].objects[value[1]] if isinstance(value, tuple) else value
+
+
+def _consecutive(
+    ranks: Sequence[TorchSaveReader], pieces: Sequence[_Pieces], start: int, size: int
+) -> list[_Run]:
+    """Elements [start, start + size) of the tensors of these ranks in a row."""
+    runs: list[_Run] = []
+    at = 0
+    for reader, own in zip(ranks, pieces, strict=True):
+        for name, length in own:
+            low, high = max(start, at), min(start + size, at + length)
+            if name is not None and low < high:
+                runs.append(_Run(reader, name, low - at, high - low))
+            at += length
+    return runs
 
 
 def _size(reader: TorchSaveReader, name: str | None) -> int:
