@@ -219,7 +219,11 @@ def test_one_of_both_may_have_a_prefix(tmp_path: Path, in_base: str, in_adapter:
             {**lora(), "q.lora_A.default.weight": numbers(RANK, COLUMNS)},
             "expected one tensor .* for each part",
         ),
-        ({}, {**lora(), "q.lora_A.weight": np.ones((RANK, COLUMNS), np.int32)}, "found int32 in"),
+        (
+            {},
+            {**lora(), "q.lora_A.weight": np.ones((RANK, COLUMNS), np.int32)},
+            "found base_model.model.q.lora_A.weight of int32",
+        ),
         ({}, {}, "expected lora_A and lora_B of some module, found none"),
         (
             {"fan_in_fan_out": True, "use_dora": True},

@@ -94,7 +94,7 @@ class MergedReader(AlteredReader):
             if place.setdefault(key, name) != name or adapter.tensors[name].dtype not in _FLOATS:
                 raise CheckpointError(
                     f"{adapter.path}: expected one tensor of floating-point numbers for each part, found "
-                    f"{adapter.tensors[name].dtype} in {name!r:.200}, and {place[key]!r:.200}"
+                    f"{first_of([*dict.fromkeys((place[key], name))])} of {adapter.tensors[name].dtype}"
                 )
         if not parts:
             raise CheckpointError(f"{adapter.path}: expected lora_A and lora_B of some module, found none")
@@ -222,7 +222,7 @@ class _Config:
         alpha, alphas = fields.get("lora_alpha", math.nan), fields.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(map(_is_number, (alpha, *alphas.values()))):
             raise CheckpointError(f"{path}: expected numbers in lora_alpha and alpha_pattern, found others")
-        # peft takes each key for a regular expression. Others than these could take exponential time.
+        # peft takes each key for a regular expression. Other expressions could take exponential time.
         if expressions := [key for key in alphas if re.fullmatch(r"[\w.]+", key) is None]:
             raise CheckpointError(
                 f"{path}: expected names of modules in alpha_pattern, found {first_of(expressions)}: {_MERGE_THERE}"
@@ -279,7 +279,7 @@ class _Merge:
             )
         shapes = {letter: adapter.tensors[name].shape for letter, name in parts.items()}
         rank, rows, columns = shapes[_A][0] if shapes[_A] else 0, weight.shape[0], math.prod(weight.shape[1:])
-        # peft saves one flag, that of the last layer, and ignores it for convolutions. Other sizes tell more than it.
+        # peft saves one flag, that of the last layer, and ignores it for convolutions. Sizes that differ tell more.
         stored = (*shapes[_B][:1], *shapes[_A][1:])
         transposed = "lora_embedding_" in parts[_A] or (
             len(weight.shape) == 2
