@@ -162,8 +162,8 @@ class Instance:
         if missing:
             present = next(name for name in self.tensors if self._belongs(name))
             raise self._error(
-                f"found no tensor {', '.join(missing)}, which the rule needs with {present}: leave out the rest of the "
-                "rule, too (--drop), if it is to be left out"
+                f"found no tensor {', '.join(missing)}, which the rule needs with {present}: give both, or leave out "
+                "both (--drop)"
             )
         names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
         infos = [self.tensors[name] for name in names]
