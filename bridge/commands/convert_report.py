@@ -67,7 +67,7 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
             "new folder",
         )
     for line in grouped(report.faults.items()):
-        print_line(out, f"damaged, and left out as far as it is: {line}")
+        print_line(out, f"damaged in the source: {line}")
     print_left_alone(out, report.left_alone)
     for line in grouped(report.not_copied.items()):
         print_line(out, f"not copied: {line}")

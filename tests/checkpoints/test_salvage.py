@@ -134,7 +134,7 @@ def test_the_command_names_the_damage_and_ends_with_1(tmp_path: Path) -> None:
     arguments[2] = str(tmp_path / "damaged")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
-    assert "damaged, and left out as far as it is: model.w0[0]: " in result.stdout
+    assert "damaged in the source: model.w0[0]: " in result.stdout
     assert len(arrived(tmp_path / "damaged")) == len(ARRAYS) - 1
     document = json.loads(
         CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "c"), *arguments[3:], "--json"]).stdout
