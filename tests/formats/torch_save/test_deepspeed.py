@@ -185,7 +185,12 @@ def test_every_byte_of_the_shards_has_a_checksum_that_is_compared(tmp_path: Path
 @pytest.mark.parametrize(
     ("removed", "message"),
     [
-        ("bf16_zero_pp_rank_0_*", "expected optim files of ranks 0 to 1, found none of rank 0"),
+        ("bf16_zero_pp_rank_0_*", "expected optim files of ranks 0 to 1 .*, found none of rank 0"),
+        ("bf16_zero_*", r"expected optim files of ranks 0 to 0 \(\*_optim_states.pt\), found none of rank 0"),
+        (
+            "mp_rank_00_*",
+            r"expected model files of ranks 0 to 0 \(\*_model_states.pt\), found none of rank 0",
+        ),
         ("bf16_zero_pp_rank_1_*", r"expected optimizer files of 2 ranks \(dp_world_size\), found 1"),
     ],
 )
@@ -195,6 +200,15 @@ def test_a_missing_file_is_named(tmp_path: Path, removed: str, message: str) -> 
         file.unlink()
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder)
+
+
+def test_a_model_that_was_trained_without_zero_is_one_file(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    (tmp_path / "plain").mkdir()
+    tree = {"module": {"weight": weight}, "optimizer": {"state": {}}, "param_shapes": None}
+    torch.save(tree, tmp_path / "plain" / "mp_rank_00_model_states.pt")
+    with open_checkpoint(tmp_path / "plain") as reader:
+        assert np.array_equal(reader.read("module.weight"), weight.numpy())
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,15 @@ class _Run:
 
 
 def holds_zero_shards(path: Path) -> bool:
-    """Whether this is a directory with files of ZeRO's ranks."""
+    """Whether this is a directory with files of ZeRO's ranks. Without ZeRO there is one file, with the optimizer."""
     if not path.is_dir():
         return False
-    roles = {match["role"] for child in path.iterdir() if (match := _FILES.fullmatch(child.name))}
-    return roles == {"model", "optim"}
+    files = [match for child in path.iterdir() if (match := _FILES.fullmatch(child.name))]
+    if [(file["role"], file["rank"]) for file in files] != [("model", None)]:
+        return bool(files)
+    with TorchSaveReader(path / files[0].string, verify=False) as model:
+        # DeepSpeed stores the shapes where the optimizer's files have the weights in float32.
+        return any(names[0] == "param_shapes" and len(names) > 1 for names in model.object_paths.values())
 
 
 class DeepSpeedReader(ComputedReader):
@@ -146,9 +150,10 @@ class DeepSpeedReader(ComputedReader):
                 raise CheckpointError(
                     f"{self.path}: expected one {role} file of each rank, found also {name}"
                 )
-        if missing := [rank for rank in range(max(ranks) + 1) if rank not in ranks]:
+        last = max(ranks, default=0)
+        if missing := [rank for rank in range(last + 1) if rank not in ranks]:
             raise CheckpointError(
-                f"{self.path}: expected {role} files of ranks 0 to {max(ranks)}, found none of rank "
+                f"{self.path}: expected {role} files of ranks 0 to {last} (*_{role}_states.pt), found none of rank "
                 f"{first_of(missing)}: fetch all files"
             )
         opened = [TorchSaveReader(self.path / ranks[rank], verify) for rank in sorted(ranks)]
