@@ -100,8 +100,6 @@ def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
         joined(constant): np.asarray(values[joined(constant)].addressable_data(0))
         for constant in root.module.constants
     }
-    if not local:
-        return plan
     units = {**plan.units, ROOT: replace(root, module=root.module.with_constants(local))}
     return replace(plan, model=plan.model.with_constants(local), units=units)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -273,6 +274,13 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit_or_two(the
     frequencies = rotary_frequencies(CausalLMConfig.from_hf(as_json(config)).rotary, head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_array_max_ulp(frequencies, expected, maxulp=2)
+
+
+def test_rotary_frequencies_that_nothing_stretches_are_powers_to_the_last_bit():
+    for theta, head_dim in itertools.product((1e4, 1e5, 5e5, 1e6, 8e6), (64, 80, 96, 128, 256)):
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        expected = 1 / np.power(np.float32(theta), exponents)
+        assert np.array_equal(rotary_frequencies(Rotary(theta), head_dim), expected)
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
