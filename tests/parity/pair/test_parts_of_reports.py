@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from bridge.parity.causes.causes import statistics_cause
+from bridge.parity.causes.causes import _offset, statistics_cause
 from bridge.parity.curves.verdict import growth
 from bridge.parity.stages.rerun_module import rounding
 from tests.parity.pair.reports import llama, row
@@ -59,6 +59,17 @@ def test_statistics_that_moved_apart_have_their_cause() -> None:
     assert statistics_cause(ones[:2], ones[:2], unbiased[:2], biased[:2], 1e-9) == ""
     assert statistics_cause(ones, start, unbiased, biased, 1e-9) == ""
     assert statistics_cause(start, start, moved(start, mean, 0.1), moved(start, mean, 0.1), 1e-9) == ""
+
+
+def test_a_bias_that_is_missing_is_named_within_the_noise_of_its_sum() -> None:
+    bias, floor = RNG.normal(size=4), 1e-4
+    x = RNG.normal(size=(3, 4))
+    near = bias * (1 + (1e-5 + 0.5 * floor / float(np.linalg.norm(bias))))
+    assert _offset(x + near, x, floor, {"up.bias": bias}) == "JAX does not add torch's up.bias"
+    far = bias * (1 + (1e-5 + 1.5 * floor / float(np.linalg.norm(bias))))
+    assert (
+        _offset(x + far, x, floor, {"up.bias": bias}) == "JAX's is torch's plus one vector at every position"
+    )
 
 
 def test_outputs_that_could_not_be_compared_are_named() -> None:
