@@ -113,17 +113,11 @@ class WeightMap:
 
     @cached_property
     def _torch_sources(self) -> Mapping[str, frozenset[str]]:
-        """The torch tensors with a JAX tensor's elements, by name; empty if rules leave no choice or sizes are open.
+        """The torch tensors with a JAX tensor's elements, by name; empty if sizes are open.
 
         A rule with several tensors on both sides, such as query, key and value that another convention stores in one
         tensor, relates all of them to each other.
         """
-        between = [
-            (rule.entries(self.torch.convention.name), rule.entries(self.jax.convention.name))
-            for rule in self.mapping.rules
-        ]
-        if all(len(ours) < 2 or len(theirs) < 2 for ours, theirs in between):
-            return {}
         leaves = {weight: _shape_of(info) for weight, info in self.torch.weights.items()}
         try:
             views = self._views(leaves, self.torch, self.jax.convention.name, 1)
