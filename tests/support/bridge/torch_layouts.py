@@ -105,6 +105,15 @@ class Layout:
         self.load(model, optimizer, state)
 
 
+def _lightning(model: Model, optimizer: torch.optim.Optimizer) -> State:
+    state = _numbered(_same)(model, optimizer)
+    return {"state_dict": state["model"], "optimizer_states": [state["optimizer"]], "epoch": 1}
+
+
+def _load_lightning(model: Model, optimizer: torch.optim.Optimizer, state: State) -> None:
+    _load_numbered(model, optimizer, {"model": state["state_dict"], "optimizer": state["optimizer_states"][0]})
+
+
 def _same(step: torch.Tensor) -> torch.Tensor:
     return step
 
@@ -119,4 +128,5 @@ LAYOUTS = (
     Layout(
         "step in the group", _numbered(lambda step: int(step), in_group=True), _load_numbered, numbered=True
     ),
+    Layout("Lightning", _lightning, _load_lightning, numbered=True),
 )
