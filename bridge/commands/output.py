@@ -52,7 +52,6 @@ class Console(RichConsole):
             self.width = _WIDTH
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True
         # Discards what Python still flushes at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())

@@ -152,6 +152,21 @@ def test_the_share_of_operations_with_float32_factors(tmp_path: Path) -> None:
     mixed = dataclasses.replace(estimate.time, flops={"f32": 1.0, "bf16": 3.0})
     assert wide_share(mixed) == 0.25
     assert wide_share(dataclasses.replace(estimate.time, flops={})) == 0
+    full = parse_policy('[precision]\ncompute = "float32"\n[[unit]]\nmatch = ""\n', "own.toml")
+    for flops, compute, told in (
+        ({"f32": 3.0, "bf16": 1.0}, POLICY, ["75% of the operations of products are in float32"]),
+        ({"f32": 1.0, "bf16": 1.0}, POLICY, []),
+        ({"f32": 3.0, "bf16": 1.0}, full, []),
+    ):
+        task = dataclasses.replace(estimate.row.task, policy=compute)
+        wide = dataclasses.replace(
+            estimate,
+            row=dataclasses.replace(estimate.row, task=task),
+            time=dataclasses.replace(estimate.time, flops=flops),
+        )
+        *warnings, _ = notes(Roofline(10, None, efficiency=IDEAL), [wide])
+        assert len(warnings) == len(told)
+        assert all(text in warning for text, warning in zip(told, warnings, strict=True))
 
 
 def test_compiled_programs_are_kept_below_the_folder_of_caches(

@@ -22,6 +22,23 @@ WINDOW = default_window(STEPS)
 MOST_ALARMS = 6
 
 
+def test_a_window_is_an_odd_twentieth_of_the_curve() -> None:
+    windows = {
+        1: 5,
+        100: 5,
+        139: 7,
+        140: 7,
+        160: 9,
+        200: 11,
+        999: 49,
+        1000: 51,
+        1019: 51,
+        1020: 51,
+        10**6: 51,
+    }
+    assert {steps: default_window(steps) for steps in windows} == windows
+
+
 def alarms(noise_name: str, a: int, b: int) -> int:
     """In how many of 50 pairs of equal experiments a difference is found."""
     random = np.random.default_rng(17)

@@ -65,6 +65,12 @@ print(json.dumps(plain_json(report.as_dict())))
     return report
 
 
+def test_a_reference_is_for_sharded_models_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reference: expected none for a model that is not sharded"):
+        capture_torch(TorchMLP(), BATCH, tmp_path / "trace", reference=TorchMLP())
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.slow
 def test_traces_are_compared_without_either_framework(traces: Path) -> None:
     report = compared_elsewhere(traces / "torch", traces / "jax", traces / "small.toml")

@@ -18,7 +18,7 @@ from bridge.parity.compare.parity import parity
 from bridge.parity.recorded.recording import Call
 from bridge.parity.recorded.trace import TraceSide, write_trace
 from bridge.parity.torch import self_test
-from bridge.parity.torch.self_test import Fault, faults_of, plant_faults, with_fault
+from bridge.parity.torch.self_test import Fault, _shift_mask, faults_of, plant_faults, with_fault
 from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
 from tests.support.parity.pair_tools import compare_pair, randomize, tokens
@@ -92,6 +92,15 @@ def test_a_mask_is_off_by_one_under_an_attention_that_gets_none() -> None:
     run = with_fault(fused, fault).record(TOKENS, "float64", backward=False)
     assert difference(right(), run.calls[0]) > 1e-3
     assert difference(right(), fused.record(TOKENS, "float64", backward=False).calls[0]) < 1e-12
+
+
+def test_a_module_that_does_not_say_whether_it_is_causal_keeps_its_arguments() -> None:
+    x = torch.ones(2, 3, 4)
+    module = torch.nn.Identity()
+    assert _shift_mask(module, (x,), {}) is None
+    module.is_causal = True
+    _, changed = _shift_mask(module, (x,), {})
+    assert changed["attention_mask"].shape == (1, 1, 3, 3)
 
 
 SMALL = 1e-4
