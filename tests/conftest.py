@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_slow(items)
     # The covered cases are chosen from a record of all cases.
     if not config.pluginmanager.hasplugin("tests.support.mutants.reached"):
-        mark_covered_slow(items)
+        mark_covered_slow(items, config.args)
     # The relay takes more than a minute. If it began last, the other workers would wait for its worker.
     items.sort(key=lambda item: item.path.name != "test_relay.py")
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.mutants.covered import OTHERS, SECONDS, covered
+from tests.support.mutants.covered import NEEDED, OTHERS, SECONDS, covered
 from tests.support.mutants.reached import Record
 from tests.support.mutations import MUTATIONS, ROOT, file_of
 from tests.support.pairwise import covered_cases, covering, mark_covered_slow, together
@@ -70,43 +70,45 @@ def test_cases_that_are_named_exist(request: pytest.FixtureRequest) -> None:
     assert [(test, missing) for test, missing in wrong if missing] == []
 
 
-def test_covered_cases_exist_and_leave_others_of_their_tests(request: pytest.FixtureRequest) -> None:
-    listed = covered_cases()
-    assert list(listed) != []
+def test_covered_and_needed_cases_exist(request: pytest.FixtureRequest) -> None:
+    needed = NEEDED.read_text(encoding="utf-8").splitlines()
+    assert len(covered_cases()) > 0
+    assert not covered_cases() & set(needed)
     collected: dict[str, set[str]] = {}
     for item in request.session.items:
         collected.setdefault(item.nodeid.partition("[")[0], set()).add(item.nodeid)
-    for case in listed:
+    every = request.config.option.markexpr == "slow or not slow"
+    for case in (*covered_cases(), *needed):
         name = case.partition("[")[0]
         file, _, function = name.partition("::")
         assert f"def {function.rpartition('::')[2]}(" in (ROOT / file).read_text(encoding="utf-8"), case
         # Slow cases are collected only if slow tests run, too.
-        if name in collected and len(collected[name]) > 1 and case not in collected[name]:
-            assert not any(other in listed for other in collected[name]), f"{case}: no such case"
+        if every and name in collected and case != name and len(collected[name]) > 1:
+            assert case in collected[name], f"{case}: no such case"
 
 
 def test_covered_cases_are_slow_unless_chosen_by_hand() -> None:
-    left, kept = SimpleNamespace(nodeid=min(covered_cases())), SimpleNamespace()
-    kept.nodeid = f"{left.nodeid.partition('[')[0]}[another]"
+    left, kept = (SimpleNamespace(nodeid=name) for name in (min(covered_cases()), "tests/test_x.py::test_x"))
     marks: list[tuple[str, str]] = []
     for case in (left, kept):
         case.add_marker = lambda mark, case=case: marks.append((case.nodeid, mark))
-    mark_covered_slow([left])  # type: ignore[list-item]
+    mark_covered_slow([left], ["tests/test_x.py::test_x", left.nodeid])  # type: ignore[list-item]
     assert marks == []
-    mark_covered_slow([left, kept])  # type: ignore[list-item]
+    mark_covered_slow([left, kept], ["tests", left.nodeid])  # type: ignore[list-item]
     assert marks == [(left.nodeid, "slow")]
 
 
 def test_a_case_is_left_out_where_enough_others_reach_what_it_reaches() -> None:
     names = [f"t.py::test_a[{k}]" for k in range(OTHERS + 2)]
-    record = Record(seconds=dict.fromkeys(names, 2 * SECONDS) | {"t.py::test_b": 9.0, "t.py::test_c[0]": 0.0})
-    record.tests["f"] |= {*record.seconds}
+    seconds = {"t.py::test_b": 9.0, "t.py::test_c[0]": 0.0, "t.py::test_d": 9.0, "t.py::test_e[0]": 9.0}
+    record = Record(seconds=dict.fromkeys(names, 2 * SECONDS) | seconds)
+    record.tests["f"] |= record.seconds.keys() - {"t.py::test_d"}
     record.tests["g"] |= {names[0]}
-    # test_b has no other case, test_c[0] costs nothing, and names[0] alone reaches g.
-    expected = sorted(names[1:5])
-    assert covered(record) == expected
-    record.tests["f"] -= {"t.py::test_b"}
-    assert covered(record) == expected[:3]
+    # test_c[0] costs nothing, test_d reaches no function, test_e is needed, and names[0] alone reaches g.
+    expected = sorted(["t.py::test_b", *names[1:5]])
+    assert covered(record, ["t.py::test_e"]) == expected
+    record.tests["f"] -= {"t.py::test_e[0]"}
+    assert covered(record, ["t.py::test_e"]) == sorted(["t.py::test_b", *names[1:4]])
 
 
 def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:

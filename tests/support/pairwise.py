@@ -2,8 +2,8 @@
 
 A test marked ``pairwise`` keeps enough cases that any two values which occur together still do. A test marked
 ``each_value``, whose cases are expensive, keeps enough cases that each value occurs. A test marked
-``fast_cases("id", ...)`` keeps the cases with these ids, which see the same faults for less time. No test keeps the
-cases in `covered_cases.txt`. ``make test`` runs the fast cases, ``make test-all`` runs all cases.
+``fast_cases("id", ...)`` keeps the cases with these ids, which see the same faults for less time. Tests and cases in
+`covered_cases.txt` are slow, too. ``make test`` runs the fast cases, ``make test-all`` runs all cases.
 """
 
 from __future__ import annotations
@@ -63,16 +63,14 @@ def covered_cases() -> frozenset[str]:
     return frozenset(COVERED.read_text(encoding="utf-8").splitlines())
 
 
-def mark_covered_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow the cases of ``covered_cases``, but never all cases of a test."""
-    covered, tests = covered_cases(), defaultdict[str, list[pytest.Item]](list)
+def mark_covered_slow(items: Sequence[pytest.Item], arguments: Sequence[str]) -> None:
+    """Mark slow the cases of ``covered_cases``, unless pytest's ``arguments`` name tests instead of files."""
+    if arguments and all("::" in argument for argument in arguments):
+        return
+    covered = covered_cases()
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        chosen = [item for item in cases if item.nodeid in covered]
-        if len(chosen) < len(cases):
-            for item in chosen:
-                item.add_marker("slow")
+        if item.nodeid in covered:
+            item.add_marker("slow")
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:

@@ -111,7 +111,9 @@ def _lightning(model: Model, optimizer: torch.optim.Optimizer) -> State:
 
 
 def _load_lightning(model: Model, optimizer: torch.optim.Optimizer, state: State) -> None:
-    _load_numbered(model, optimizer, {"model": state["state_dict"], "optimizer": state["optimizer_states"][0]})
+    _load_numbered(
+        model, optimizer, {"model": state["state_dict"], "optimizer": state["optimizer_states"][0]}
+    )
 
 
 def _same(step: torch.Tensor) -> torch.Tensor:
