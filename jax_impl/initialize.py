@@ -132,9 +132,6 @@ def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def _bound(around: Any, equation: Any, values: list[Any]) -> list[Any]:
     """The results of one equation of a jaxpr."""
-    called = jaxpr_of(equation.params.get("jaxpr"))
-    if called is not None and equation.primitive.name in ("jit", "pjit"):
-        return list(jaxpr_as_fun(equation.params["jaxpr"])(*values))
     if not any(jaxpr_of(x) is not None for x in equation.params.values()):
         results = equation.primitive.bind(*values, **equation.params)
         return list(results) if equation.primitive.multiple_results else [results]

@@ -138,6 +138,43 @@ def test_functions_say_that_they_were_reached(tmp_path: Path) -> None:
     assert Record.load(tmp_path / "record.json") == record
 
 
+BRANCHES = """\
+def sign(x):
+    if x > 0:
+        return 1
+    elif x < 0:
+        return -1
+    else:
+        for _ in range(x):
+            pass
+        return 0
+"""
+
+
+def test_a_mutant_is_tried_by_the_tests_that_reach_its_block(tmp_path: Path) -> None:
+    file = tmp_path / "torch_impl" / "signs.py"
+    file.parent.mkdir()
+    (file.parent / "__init__.py").touch()
+    file.write_text(BRANCHES)
+    instrument(tmp_path)
+    program = (
+        "import pathlib; from torch_impl.signs import sign\n"
+        "for number, x in ((1, 5), (2, -5), (3, 0)):\n"
+        "    pathlib.Path('reached.test').open('r+b').write(number.to_bytes(4, 'little'))\n"
+        "    assert sign(x) == (x > 0) - (x < 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    (tmp_path / "reached.order").write_text("plus\t0.5\nminus\t0.5\nzero\t0.5\n")
+    record = Record()
+    record.add_run(tmp_path)
+    tests = {mutant.line: record.reaching(mutant) for mutant in mutants_of("torch_impl/signs.py", BRANCHES)}
+    # A condition belongs to the block around its statement; no test reaches the body of the loop.
+    expected = {2: {"plus", "minus", "zero"}, 3: {"plus"}, 5: {"minus"}, 9: {"zero"}}
+    assert {line: tests[line] for line in expected} == expected
+    names = {name.partition("@")[2] for name in record.tests} - {""}
+    assert names == {"3-3", "5-5", "7-9"}
+
+
 def test_tests_that_do_little_else_come_first_and_of_each_file_one() -> None:
     record = Record({"a::1": 1.0, "a::2": 0.1, "b::1": 0.5, "test_box::1": 9.0})
     breadth = {"a::1": 5, "a::2": 5, "b::1": 5, "test_box::1": 500}

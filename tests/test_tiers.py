@@ -99,16 +99,16 @@ def test_covered_cases_are_slow_unless_chosen_by_hand() -> None:
 
 
 def test_a_case_is_left_out_where_enough_others_reach_what_it_reaches() -> None:
-    names = [f"t.py::test_a[{k}]" for k in range(OTHERS + 2)]
-    seconds = {"t.py::test_b": 9.0, "t.py::test_c[0]": 0.0, "t.py::test_d": 9.0, "t.py::test_e[0]": 9.0}
-    record = Record(seconds=dict.fromkeys(names, 2 * SECONDS) | seconds)
+    names = [f"t.py::test_a[{k}]" for k in range(OTHERS + 5)]
+    record = Record(seconds={name: SECONDS * (9 - k) for k, name in enumerate(names)})
+    record.seconds |= {"t.py::test_b": 9.0, "t.py::test_d": 9.0, "t.py::test_e[0]": 9.0, "t.py::test_f": 0.8}
     record.tests["f"] |= record.seconds.keys() - {"t.py::test_d"}
     record.tests["g"] |= {names[0]}
-    # test_c[0] costs nothing, test_d reaches no function, test_e is needed, and names[0] alone reaches g.
-    expected = sorted(["t.py::test_b", *names[1:5]])
-    assert covered(record, ["t.py::test_e"]) == expected
-    record.tests["f"] -= {"t.py::test_e[0]"}
-    assert covered(record, ["t.py::test_e"]) == sorted(["t.py::test_b", *names[1:4]])
+    # test_d reaches no function, test_e is needed, test_f is the only case and cheap, and names[0] alone reaches g.
+    assert covered(record, ["t.py::test_e"]) == [*names[1:-1], "t.py::test_b"]
+    # Then what is left is too little.
+    record.tests["f"] -= {"t.py::test_e[0]", "t.py::test_f", names[0]}
+    assert covered(record, ["t.py::test_e"]) == [*names[1:5], "t.py::test_b"]
 
 
 def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:

@@ -1,11 +1,12 @@
 """Find tests that the fast tier can skip: ``python -m tests.support.mutants.covered [FOLDER]``.
 
 FOLDER has the record of the fast tier by ``python -m tests.support.mutants --record tests``, including tests that the
-current list leaves out. A test, or a case of a test, is left out if at least ``OTHERS`` others reach each function that
-it reaches. The most expensive ones go first. Tests below ``SECONDS`` of CPU time stay, and so do tests of the house and
-of texts, which reach no function. Writes ``covered_cases.txt``; ``tests/support/pairwise.py`` marks each test of this
-list slow. Tests that alone see a fault stay fast: run ``python -m tests.support.mutations`` and ``python -m
-tests.support.mutants``, and add to ``needed_cases.txt`` one test that sees each fault which the fast tier lost.
+current list leaves out. A case of a test is left out if at least ``OTHERS`` others reach each function and each block
+that it reaches; the most expensive cases go first. A test keeps its cheapest case unless that case takes ``ALONE``
+seconds. Cases below ``SECONDS`` of CPU time stay, and so do tests of the house and of texts, which reach no function.
+Writes ``covered_cases.txt``; ``tests/support/pairwise.py`` marks each case of this list slow. What alone sees a fault
+stays fast: run ``python -m tests.support.mutations`` and ``python -m tests.support.mutants``, and add to
+``needed_cases.txt`` one case for each fault that the fast tier lost.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from tests.support.mutants.reached import Record
 from tests.support.pairwise import COVERED
 
-OTHERS = 5
-SECONDS = 0.25
+OTHERS = 3
+SECONDS, ALONE = 0.1, 1.0
 NEEDED = COVERED.with_name("needed_cases.txt")
 
 
@@ -31,14 +32,17 @@ def covered(record: Record, needed: Collection[str] = ()) -> list[str]:
     for function, tests in record.tests.items():
         for test in tests:
             reached[test].append(function)
+    by_cost = sorted(record.seconds, key=lambda case: (-record.seconds[case], case))
+    cheapest = {case.partition("[")[0]: case for case in by_cost}
     left_out = []
-    for test in sorted(record.seconds, key=lambda test: (-record.seconds[test], test)):
-        if test in needed or test.partition("[")[0] in needed:
+    for case in by_cost:
+        test = case.partition("[")[0]
+        least = ALONE if cheapest[test] == case else SECONDS
+        if case in needed or test in needed or record.seconds[case] < least or case not in reached:
             continue
-        spare = test in reached and all(reaching[function] > OTHERS for function in reached[test])
-        if spare and record.seconds[test] >= SECONDS:
-            reaching.subtract(reached[test])
-            left_out.append(test)
+        if all(reaching[function] > OTHERS for function in reached[case]):
+            reaching.subtract(reached[case])
+            left_out.append(case)
     return sorted(left_out)
 
 

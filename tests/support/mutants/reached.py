@@ -1,8 +1,9 @@
-"""Record which functions of the product each test reaches, in any process.
+"""Record which functions and blocks of the product each test reaches, in any process.
 
-The record is made in a copy of the checkout in which every function begins with a call of ``note``. Rank processes,
-legs of the relay and commands that tests start import the same files, so their functions count for the running test. If
-JAX traced a function for an earlier test, the function does not run again and counts only for the earlier test.
+A block is the body of a branch, a loop or an exception handler inside a function. The record is made in a copy of the
+checkout in which every function and block begins with a call of ``note``. Rank processes, legs of the relay and
+commands that tests start import the same files, so their functions count for the running test. If JAX traced a function
+for an earlier test, the function does not run again and counts only for the earlier test.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import json
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.costs import tree_seconds
-from tests.support.mutants.edits import product_files
+from tests.support.mutants.edits import Mutant, product_files
 
 _ROW = struct.Struct("II")
 
@@ -32,13 +34,17 @@ _folder = pathlib.Path(__file__).parent
 _rows = os.open(_folder / "reached.rows", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 with open(_folder / "reached.test", "r+b") as _file:
     _test = mmap.mmap(_file.fileno(), 4, access=mmap.ACCESS_READ)
-_known = set()
+_known, _last = set(), b""
 
 def note(number):
-    row = _test[:] + number.to_bytes(4, "little")
-    if row not in _known:
-        _known.add(row)
-        os.write(_rows, row)
+    global _last
+    test = _test[:]
+    if test != _last:
+        _known.clear()
+        _last = test
+    if number not in _known:
+        _known.add(number)
+        os.write(_rows, test + number.to_bytes(4, "little"))
 """
 
 
@@ -80,24 +86,45 @@ def _collect(
     outer: tuple[str, ...],
     names: list[str],
     calls: list[tuple[int, int, str]],
+    in_function: bool = False,
 ) -> None:
+    def add(body: list[ast.stmt], name: str) -> None:
+        decorated = getattr(body[0], "decorator_list", [])
+        line = min([body[0].lineno, *(decorator.lineno for decorator in decorated)])
+        calls.append((line, body[0].col_offset, f"_reached_note({len(names)})"))
+        names.append(f"{path}:{name}")
+
     for child in ast.iter_child_nodes(node):
-        inner = outer
+        inner, inside = outer, in_function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = (*outer, child.name)
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = True
             body = child.body[1:] if ast.get_docstring(child, clean=False) is not None else child.body
             if body and ast.unparse(body[0]) != "...":
-                decorated = getattr(body[0], "decorator_list", [])
-                line = min([body[0].lineno, *(decorator.lineno for decorator in decorated)])
-                calls.append((line, body[0].col_offset, f"_reached_note({len(names)})"))
-                names.append(f"{path}:{'.'.join(inner)}")
-        _collect(child, path, inner, names, calls)
+                add(body, ".".join(inner))
+        elif in_function and isinstance(child, _WITH_BLOCKS):
+            for block in _blocks(child):
+                add(block, f"{'.'.join(outer)}@{block[0].lineno}-{block[-1].end_lineno}")
+        _collect(child, path, inner, names, calls, inside)
+
+
+_WITH_BLOCKS = ast.If | ast.For | ast.While | ast.ExceptHandler | ast.match_case
+
+
+def _blocks(node: Any) -> Iterator[list[ast.stmt]]:
+    yield node.body
+    rest = getattr(node, "orelse", [])
+    # An "elif" is an "if" of its own, which has no line before it.
+    elif_ = len(rest) == 1 and isinstance(rest[0], ast.If) and rest[0].col_offset == node.col_offset
+    if rest and not elif_:
+        yield rest
 
 
 @dataclass
 class Record:
-    """``seconds``: CPU time of each test that passed. ``tests``: those that reach ``path:function``.
+    """``seconds``: CPU time of each test that passed. ``tests``: those that reach ``path:function``, or a block in it,
+    ``path:function@first-last`` with its lines.
 
     ``imported``: functions that run while the tests are imported.
     """
@@ -145,6 +172,25 @@ class Record:
             elif number <= len(order) and order[number - 1] in self.seconds:
                 self.tests[names[function]].add(order[number - 1])
         return len(order)
+
+    def reaching(self, mutant: Mutant) -> set[str]:
+        """Tests that reach the innermost block around the mutant's line; without such a block, the function."""
+        inner = (0, mutant.reach)
+        for name in self.blocks.get(mutant.reach, ()):
+            first, _, last = name.rpartition("@")[2].partition("-")
+            if int(first) <= mutant.line <= int(last):
+                inner = max(inner, (int(first), name))
+        return self.tests.get(inner[1], set())
+
+    @cached_property
+    def blocks(self) -> Mapping[str, list[str]]:
+        """The names of each function's blocks."""
+        blocks = defaultdict(list)
+        for name in self.tests:
+            function, at, _ = name.partition("@")
+            if at:
+                blocks[function].append(name)
+        return blocks
 
     def of_file(self, path: str) -> set[str]:
         """Tests that reach anything in a file."""

@@ -93,7 +93,7 @@ class Tests:
         self._zygote.wait()
 
     def outcome(self, mutant: Mutant, every: bool) -> Outcome:
-        reaching = self._record.tests.get(mutant.reach, set()) - covered_cases()
+        reaching = self._record.reaching(mutant) - covered_cases()
         ranked = by_promise(self._record, mutant.path, reaching, self._breadth)
         slow = sorted({test.partition("::")[0] for test in reaching or self._record.of_file(mutant.path)})
         if not ranked and not (every and slow):
