@@ -283,6 +283,12 @@ def test_rotary_frequencies_that_nothing_stretches_are_powers_to_the_last_bit():
         assert np.array_equal(rotary_frequencies(Rotary(theta), head_dim), expected)
 
 
+def test_layers_without_windows_are_by_default_the_first_28():
+    config = as_json(hf_config("qwen2", num_hidden_layers=30, use_sliding_window=True, sliding_window=6))
+    known = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
+    assert CausalLMConfig.from_hf(known).windows == (*[None] * 28, 6, 6)
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
 def test_configs_of_transformers_4_read_the_same(family, changes):
     new = as_json(hf_config(family, **changes))

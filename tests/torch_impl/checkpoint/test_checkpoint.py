@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from torch_impl.checkpoint import full_state_dict
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.checkpoint.contents import _saved_groups, materialize_state
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
@@ -567,3 +568,14 @@ def test_names_of_parameters_stay_those_of_the_live_groups(tmp_path):
     load_checkpoint(tmp_path / "a", model, optimizer)
     names = [group["param_names"] for group in optimizer.param_groups]
     assert names == [[name for name, _ in named[:3]], [name for name, _ in named[3:]]]
+
+
+def test_a_function_that_this_version_of_torch_lacks_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(known=len)
+    wraps = (
+        (module, "known", lambda original: (original,)),
+        (module, "absent", lambda original: (original,)),
+    )
+    monkeypatch.setattr(full_state_dict, "_WRAPPED", wraps)
+    full_state_dict.accept_full_state_dicts.__wrapped__()
+    assert vars(module) == {"known": (len,)}

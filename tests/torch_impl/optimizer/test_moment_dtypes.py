@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_impl
 from bridge.core.formats import CheckpointError
@@ -21,7 +22,7 @@ from tests.support.torch_impl.toy import Toy, local_loss, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint
 from torch_impl.dtensor.local import local_of, row_range_of
 from torch_impl.dtensor.tensor import RowDTensor, wrap_like
-from torch_impl.optimizer.moments import MomentFormat
+from torch_impl.optimizer.moments import MomentFormat, _scale_like
 
 FLOAT8, WIDE_FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {torch.float16: 65504.0, FLOAT8: 448.0, WIDE_FLOAT8: 57344.0}
@@ -522,3 +523,17 @@ def full_moments(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [FLOAT8, WIDE_FLOAT8])
 def test_float8_moments_are_gathered_whole(ranks: RankGroup, dtype: torch.dtype) -> None:
     assert ranks.run(2, full_moments, dtype) == [True, True]
+
+
+@on_ranks(2)
+def test_scaled_moments_of_a_parameter_whose_rows_are_cut_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for dim, refused in ((0, False), (1, True)):
+        param = distribute_tensor(torch.ones(4, 6), mesh, [Shard(dim)])
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"with a scale per row: expected a parameter of shape \(4, 6\)"
+            ):
+                _scale_like(param, torch.ones(4, 1))
+        else:
+            assert _scale_like(param, torch.ones(2, 1)).shape == (4, 1)
