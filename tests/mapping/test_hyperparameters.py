@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats.tensors.base import TreePath
 from bridge.core.mapping import MappingError, make_plan, parse_mapping
+from bridge.core.mapping.states.hyperparameters import _is_list
 from tests.support.bridge.memory_reader import MemoryReader
 
 RULES = """
@@ -133,3 +134,11 @@ def test_different_hyperparameters_of_weights_that_become_one_are_refused() -> N
             MappingError, match=r"equal hyperparameters of weights that become all\.x, got 0\.5 in .* 0\.25"
         ):
             make_plan(source, "dcp", fused, into="t")
+
+
+def test_a_list_of_parameters_is_known_by_its_place() -> None:
+    groups = "param_groups"
+    for path in ((groups, 0, "params"), ("optimizer", groups, 0, "params")):
+        assert _is_list(path)
+    for path in ((groups, "params"), (groups, 0, "lr"), (groups, 0, "params", 1), (0, groups, "params")):
+        assert not _is_list(path)

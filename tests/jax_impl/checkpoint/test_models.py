@@ -26,6 +26,7 @@ from jax_impl import (
     variable_leaves,
 )
 from jax_impl.checkpoint import contents as checkpoint_contents
+from jax_impl.checkpoint.roots import trees_of_weights
 from tests.support.jax_impl import checkpoint_runs as runs
 from tests.support.jax_impl.tiny import CONFIG, decoder
 
@@ -169,3 +170,13 @@ def test_layers_of_a_stack_leave_a_device_one_at_a_time(
     assert set(taken) == {0, 1, 2}
     with open_checkpoint(tmp_path / "c") as reader:
         runs.assert_same_bits({name: reader.read(name) for name in reader.tensors}, mixed[1])
+
+
+def test_trees_of_weights_have_more_than_half_of_the_most() -> None:
+    parameters = ["a/w", "a/b", "c/w", "c/b"]
+    whole = [f"student/{path}/value" for path in parameters]
+    half, most = ([f"{tree}/{path}" for path in parameters[:count]] for tree, count in (("x", 2), ("y", 3)))
+    states = [f"opt_state/mu/{path}" for path in parameters]
+    assert trees_of_weights([*whole, *half, *most, *states, "step"], parameters) == ["student", "y"]
+    assert trees_of_weights(parameters, parameters) == [""]
+    assert trees_of_weights(["step"], parameters) == []

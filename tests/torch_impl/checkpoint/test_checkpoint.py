@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
-from torch_impl.checkpoint import full_state_dict
+from torch_impl.checkpoint import contents, full_state_dict
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.checkpoint.contents import _saved_groups, materialize_state
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
@@ -579,3 +579,14 @@ def test_a_function_that_this_version_of_torch_lacks_is_not_made(monkeypatch: py
     monkeypatch.setattr(full_state_dict, "_WRAPPED", wraps)
     full_state_dict.accept_full_state_dicts.__wrapped__()
     assert vars(module) == {"known": (len,)}
+
+
+def test_a_value_of_a_group_gets_the_live_values_type_or_is_refused() -> None:
+    like = contents._like
+    assert like((0.9, 0.99), [0.5, 1], "betas") == (0.5, 1.0)
+    for current, value, expected in ((1.0, 2, 2.0), (None, "x", "x"), (3, None, None), (True, False, False)):
+        made = like(current, value, "g")
+        assert (made, type(made)) == (expected, type(expected))
+    for current, value in ((True, 1), (1.0, True), ("a", 1), ((1, 2), [1, 2, 3])):
+        with pytest.raises(CheckpointError, match=r"g: expected a .*, found"):
+            like(current, value, "g")
