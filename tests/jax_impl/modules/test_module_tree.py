@@ -208,3 +208,15 @@ def test_stacking_layers_that_differ_is_refused():
         stack_layers([layers[0], nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))])
     with pytest.raises(ValueError, match="at least one layer"):
         stack_layers([])
+
+
+class OfAnyShape(nnx.Module):
+    """A layer whose class and attributes do not say its shape."""
+
+    def __init__(self, size):
+        self.scale = nnx.Param(jnp.ones(size))
+
+
+def test_layers_that_differ_in_a_shape_alone_are_not_stacked():
+    with pytest.raises(ValueError, match="expected equal layers, but layer 2 differs from layer 0"):
+        stack_layers([OfAnyShape(2), OfAnyShape(2), OfAnyShape(3)])
