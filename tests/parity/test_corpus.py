@@ -59,6 +59,16 @@ def test_a_batch_depends_on_seed_and_step_alone_and_stays_in_the_train_split(tmp
     assert all((windows == row).all(axis=1).any() for row in batch)
 
 
+def test_windows_begin_anywhere_in_the_train_split(tmp_path: Path) -> None:
+    corpus = small_corpus(tmp_path)
+    length = corpus.train_size - 3
+    windows = np.lib.stride_tricks.sliding_window_view(corpus.tokens[: corpus.train_size], length + 1)
+    assert len(windows) == 3
+    batch = corpus.global_batch(seed=0, step=0, batch=64, length=length)
+    # The last token is in no window: its target would be of the other split.
+    assert {row.tobytes() for row in batch} == {row.astype(np.int32).tobytes() for row in windows[:2]}
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_see_different_slices_that_make_up_the_global_batch(world: int) -> None:
     batch = Corpus.of_standard_library().global_batch(seed=1, step=0, batch=12, length=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from bridge.planning.models.activations import SegmentBytes
 from bridge.planning.models.decoder_activations import decoder_activations
 from bridge.planning.models.formulas import Attention, LossSegment
 from bridge.planning.models.models import nnx_shapes
-from bridge.planning.models.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
+from bridge.planning.models.shipped_models import (
+    SHIPPED,
+    DecoderShape,
+    DenseMlp,
+    Experts,
+    GroupedQueries,
+    shape_model,
+)
 from jax_impl import models
 from torch_impl import models as torch_models
 
@@ -124,3 +132,12 @@ def test_bytes_of_the_loss_are_those_of_its_formula(
     # By hand from the docstring, for 8 tokens, 16 hidden features and 100 words.
     expected = SegmentBytes(saved, input_bytes, forward, backward, again, forward, early=early)
     assert LossSegment("head", 16, 100).bytes_for(1, 8, compute) == expected
+
+
+def test_a_shape_with_latent_attention_or_shared_experts_is_no_causal_lm() -> None:
+    mixtral, deepseek = SHIPPED["mixtral-8x7b"](), SHIPPED["deepseek-v3"]()
+    assert isinstance(mixtral.mlp, Experts)
+    assert mixtral.causal_lm() is not None
+    assert replace(mixtral, mlp=replace(mixtral.mlp, shared=1)).causal_lm() is None
+    assert replace(mixtral, attention=deepseek.attention).causal_lm() is None
+    assert deepseek.causal_lm() is None

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from bridge.parity.jax.run_in_dtype import only_float64
+from bridge.parity.jax.run_in_dtype import change_dtypes, only_float64
 from bridge.parity.jax.side import JaxSide
 from bridge.parity.recorded.recording import probe_values, tap
 from tests.parity.pair.jax_support import BATCH, MLP, close, paths
@@ -241,3 +241,21 @@ def test_dtypes_of_modules_follow_the_run(dtype: str) -> None:
 
     recording = JaxSide(Model()).record(BATCH, dtype)
     assert {array.dtype.name for call in recording.calls for array in call.outputs.values()} == {dtype}
+
+
+def test_dtypes_in_attributes_follow_the_run() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        dtype: Any = jnp.bfloat16
+        kernel_dtype: str = "float32"
+        name: str = "float32"
+        parts: tuple[Any, ...] = (jnp.float16, 3)
+
+    config = Config()
+    changed = change_dtypes(config, "float64")
+    assert (changed.dtype, changed.kernel_dtype, changed.name) == (np.dtype("float64"), "float64", "float32")
+    assert changed.parts == (np.dtype("float64"), 3)
+    assert config == Config()
+    for value in (3, "float32", jnp.int32, {"depth": [1, 2]}, None):
+        assert change_dtypes(value, "float64") is value
+    assert change_dtypes({"depth": [jnp.float32]}, "float64") == {"depth": [np.dtype("float64")]}
