@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,3 +256,15 @@ def test_pages_in_a_browser(width: int, tmp_path: Path) -> None:
 
 
 test_pages_in_a_browser = in_browser[1](test_pages_in_a_browser)
+
+
+def test_a_policy_is_unknown_if_a_runtime_does_not_know_and_none_says_no() -> None:
+    answers = {"a": (None, True), "b": (None, False), "c": (True, False), "d": (None, None)}
+    plans = [
+        SimpleNamespace(mesh=SimpleNamespace(devices=4), workload="w", policy=policy, answer=answer)
+        for policy, of_policy in answers.items()
+        for answer in of_policy
+    ]
+    compared: Any = SimpleNamespace(plans=plans, fits=lambda plan: plan.answer)
+    choice = Comparison._choice(compared, 4, "w")  # type: ignore[arg-type]
+    assert (choice.policy, choice.unknown) == (None, ("a", "d"))

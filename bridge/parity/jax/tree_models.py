@@ -130,8 +130,7 @@ class LinenModel:
     def load(self, weights: Mapping[str, Any]) -> None:
         self.variables["params"] = merge_leaves(self.variables["params"], weights)
         buffers = {path: weights[path] for path in self.buffers() if path in weights}
-        others = {name: tree for name, tree in self.variables.items() if name != "params"}
-        self.variables.update(merge_leaves(others, buffers))
+        self.variables.update(merge_leaves(self.variables, buffers))
 
     def instance(self, dtype: str) -> LinenInstance:
         variables = on_host(self.variables)

@@ -23,6 +23,7 @@ from tests.support.torch_impl.toy import (
 )
 from torch_impl.comm import collectives
 from torch_impl.comm.streams import CpuStreams
+from torch_impl.runtime.ground.buffer import lane_of
 
 WORLD = 2
 UNITS = 4
@@ -409,3 +410,7 @@ def weights_beside_new_buffers() -> list[bool]:
 
 def test_gradients_that_came_together_get_their_buffer_when_the_weights_are_freed(ranks: RankGroup) -> None:
     assert ranks.run(WORLD, weights_beside_new_buffers)[0] == [False] * UNITS
+
+
+def test_collectives_over_outer_axes_have_a_lane_of_their_own() -> None:
+    assert [lane_of(axis) for axis in range(3)] == ["gather", "outer", "outer"]
