@@ -162,6 +162,10 @@ def test_json_table_and_picture_show_what_was_measured(tmp_path: Path) -> None:
     figure = relay_figure(measured)
     drawn = [y for line in figure.axes[0].lines for y in line.get_ydata() if len(line.get_ydata()) == 2]
     assert measured.losses[0] in drawn
+    # A dotted line before each leg but the first.
+    hops = [leg.first_step - 0.5 for leg in measured.legs][1:]
+    for axis in figure.axes:
+        assert [line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == ":"] == hops
     save_picture(measured, tmp_path / "relay.png")
     assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import os
 import subprocess
@@ -27,10 +28,12 @@ from bridge.compiling.target_plan import TargetPlan, TargetRow
 from bridge.compiling.target_time import Roofline
 from bridge.compiling.timing.step_time import timeline
 from bridge.compiling.timing.timeline import DEVICE, Span
-from bridge.core.sharding import plan_layout
-from bridge.planning import Workload, load_policy, resolve_models
+from bridge.core.sharding import ShardingPolicy, plan_layout
+from bridge.planning import CostPlan, Workload, load_policy, make_plan, resolve_models
 from bridge.planning.answers.chart import chart
 from bridge.planning.answers.comparison import Comparison, compare
+from bridge.planning.answers.search import search
+from bridge.planning.answers.search_report import policy_file
 from tests.parity.pair.test_html_in_browser import pytestmark as in_browser
 from tests.planning.programs import FACTORS, GATHER_DONE, GATHER_START, PRODUCT, SHARD, program
 from tests.planning.test_step_time import MACHINE, products
@@ -268,3 +271,19 @@ def test_a_policy_is_unknown_if_a_runtime_does_not_know_and_none_says_no() -> No
     compared: Any = SimpleNamespace(plans=plans, fits=lambda plan: plan.answer)
     choice = Comparison._choice(compared, 4, "w")  # type: ignore[arg-type]
     assert (choice.policy, choice.unknown) == (None, ("a", "d"))
+
+
+def test_a_page_has_the_policy_file_of_each_finding() -> None:
+    compared = comparison()
+
+    def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
+        model = resolve_models("llama3-8b", (runtime,), ())[runtime]
+        return make_plan(model, policy, devices, runtime, work)
+
+    small = dataclasses.replace(compared, memory=20 * 10**9)
+    policies = [dataclasses.replace(load_policy(name), source=name) for name in ("fsdp", "zero1")]
+    findings = search(small, policies, plan)
+    files = [policy_file(finding, "llama3-8b") for finding in findings if finding.ways]
+    assert files
+    page = html.unescape(comparison_page(small, findings))
+    assert all(file is not None and file in page for file in files)

@@ -160,11 +160,14 @@ def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tm
     ours = {
         f"net.{i}.{leaf}": shape for i in range(3) for leaf, shape in (("weight", (4, 4)), ("bias", (4,)))
     }
-    folders = [tmp_path / name for name in ("layers", "modules")]
+    folders = [tmp_path / name for name in ("layers", "modules", "turned")]
     for folder in folders:
         folder.mkdir()
     proposal = proposed(folders[0], ours, theirs)
     assert rules(proposal) == {"net.{i}.weight": ("Dense_{i}/kernel",), "net.{i}.bias": ("Dense_{i}/bias",)}
+    # Also if they are the first side's.
+    turned = proposed(folders[2], theirs, ours)
+    assert rules(turned) == {"Dense_{i}/kernel": ("net.{i}.weight",), "Dense_{i}/bias": ("net.{i}.bias",)}
     # Of modules with names of their own, numbers are names, too.
     named = {f"{name}.weight": (n, 4) for n, name in enumerate(("a", "b", "c"), 3)}
     shapes = {f"Dense_{n - 3}/kernel": (4, n) for n in (3, 4, 5)}
