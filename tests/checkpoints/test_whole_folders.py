@@ -167,10 +167,14 @@ def test_placeholders_of_zero_stage_3_are_no_weights(tmp_path: Path) -> None:
     }
     for rank in range(2):
         torch.save(state, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-    for source in (tmp_path, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        with pytest.raises(
-            CheckpointError, match=r"'module\.w' \(a placeholder of DeepSpeed.*give the folder with all files"
-        ):
+    for source, why in (
+        (tmp_path, r"expected optim files of ranks 0 to 0 .*, found none of rank 0: fetch all files"),
+        (
+            tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+            r"'module\.w' \(a placeholder of DeepSpeed.*give the folder with all files",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=why):
             convert(source, tmp_path / "o", to="safetensors")
 
 

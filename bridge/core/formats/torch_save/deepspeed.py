@@ -66,15 +66,14 @@ class _Run:
 
 
 def holds_zero_shards(path: Path) -> bool:
-    """Whether this is a directory with files of ZeRO's ranks. Without ZeRO there is one file, with the optimizer."""
-    if not path.is_dir():
-        return False
-    files = [match for child in path.iterdir() if (match := _FILES.fullmatch(child.name))]
-    if [(file["role"], file["rank"]) for file in files] != [("model", None)]:
+    """Whether this is a directory with files of ZeRO's ranks. Without ZeRO the model's files have the optimizer."""
+    names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
+    files = [match for name in names if (match := _FILES.fullmatch(name))]
+    if not files or any(file["role"] == "optim" for file in files):
         return bool(files)
     with TorchSaveReader(path / files[0].string, verify=False) as model:
         # DeepSpeed stores the shapes where the optimizer's files have the weights in float32.
-        return any(names[0] == "param_shapes" and len(names) > 1 for names in model.object_paths.values())
+        return any(keys[0] == "param_shapes" and len(keys) > 1 for keys in model.object_paths.values())
 
 
 class DeepSpeedReader(ComputedReader):
