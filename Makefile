@@ -14,8 +14,9 @@ relay: .venv/.installed
 	$(BIN)/twinshard relay
 
 # Three processes for two cores, because tests with ranks wait for a quarter of their time. Each process has its own rank
-# processes; all need about 9 GB. Tests of a file share compiled steps, so each process begins with a third of the files in a
-# row and then takes tests from the others. With whole files, one process would wait five of fifteen minutes for the others.
+# processes; all need about 9 GB. Four processes need 12 GB and save 5 %. Tests of a file share compiled steps, so each process
+# begins with a third of the files in a row and then takes tests from the others. With whole files, one process would wait five
+# of fifteen minutes for the others.
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
