@@ -65,7 +65,7 @@ def _adam(weights: Any, **options: Any) -> torch.optim.Optimizer:
 
 QUERY = "blocks.0.attention.q.weight"
 LOW = {"dtype": "bfloat16"}
-ROUNDING = 4
+ROUNDING = 6
 """The largest factor between the effects of rounding on two machines."""
 CASES = {
     "right": Case("decoder", blocks=3, given={"steps": 3}),
@@ -140,7 +140,8 @@ def golden(report: ParityReport) -> dict[str, Any]:
     """What a report says, and numbers with three digits."""
     rows = []
     for row in report.rows:
-        size = row.error if row.error > 100 * row.floor else 0.0
+        # No row of these cases is between 15 and 150 times its floor, so no machine sees another set of rows.
+        size = row.error if row.error > 48 * row.floor else 0.0
         # A gradient that is zero but for rounding has any direction.
         error = (size, row.cosine if 0 < size < 0.95 else 0.0)
         local = row.local if row.verdict == "introduced" else 0.0
