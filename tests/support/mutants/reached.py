@@ -116,8 +116,8 @@ def _blocks(node: Any) -> Iterator[list[ast.stmt]]:
     yield node.body
     rest = getattr(node, "orelse", [])
     # An "elif" is an "if" of its own, which has no line before it.
-    elif_ = len(rest) == 1 and isinstance(rest[0], ast.If) and rest[0].col_offset == node.col_offset
-    if rest and not elif_:
+    is_elif = len(rest) == 1 and isinstance(rest[0], ast.If) and rest[0].col_offset == node.col_offset
+    if rest and not is_elif:
         yield rest
 
 

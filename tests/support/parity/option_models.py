@@ -14,8 +14,12 @@ VOCABULARY = 13
 
 @dataclass(frozen=True)
 class Options:
-    """``coarse``: what computes in the model's dtype, also in bfloat16. ``detach``: the value through which no gradient
-    flows. ``last``: images have their channels last."""
+    """The options of all models; a model reads those that it has a use for.
+
+    ``swapped``: gate and up projection of an MLP, or reset and update gate of a cell. ``residual``, ``scale``: factors
+    of the residual and of the scores. ``coarse``: what computes in the model's dtype, also in bfloat16. ``detach``: the
+    value through which no gradient flows. ``last``: images have their channels last. ``backwards``: in time.
+    """
 
     norm: str = "rms"
     eps: float = 1e-6
@@ -46,15 +50,15 @@ class Norm(nn.Module):
         self.options = options
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x.dtype
-        if "norm" not in self.options.coarse and kept == torch.bfloat16:
+        dtype = x.dtype
+        if "norm" not in self.options.coarse and dtype == torch.bfloat16:
             x = x.float()
         if self.options.norm == "layer":
             x = x - x.mean(-1, keepdim=True)
         size = (x * x).mean(-1, keepdim=True)
         y = x * torch.rsqrt(size + self.options.eps)
         weight = 1 + self.weight if self.options.norm == "plus one" else self.weight
-        return (y.to(kept) * weight).to(kept)
+        return (y.to(dtype) * weight).to(dtype)
 
 
 class MLP(nn.Module):
