@@ -140,11 +140,11 @@ class EvalStep:
             check_vma=False,
         )
 
-        def placed(*arguments: Any) -> Evaluated:
-            loss, by_row, changed = local(*arguments)
+        def placed(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
+            loss, by_row, changed = local(weights, batch, plan.at_rest(variables), shared)
             # On model axes the compiler would choose the sharding of the results.
             whole = lax.with_sharding_constraint(loss, plan.replicated)
-            return whole, self._in_rows(by_row), self._as_at_rest(changed)
+            return whole, self._in_rows(by_row), plan.at_rest(changed)
 
         run = placed if plan.model_axes.names else local
         return jax.jit(program)
@@ -162,13 +162,10 @@ class EvalStep:
         return None if loss is None else self._mean(loss), by_row, after if self._mutable else {}
 
     def _whole(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
-        loss, by_row, after = self._forward(weights, batch, variables, shared)
-        changed = self._as_at_rest(after) if self._mutable else {}
+        plan = self._plan
+        loss, by_row, after = self._forward(weights, batch, plan.at_rest(variables), shared)
+        changed = plan.at_rest(after) if self._mutable else {}
         return None if loss is None else self._mean(loss), self._in_rows(by_row), changed
-
-    def _as_at_rest(self, variables: Variables) -> Variables:
-        shardings = {path: self._plan.variable_sharding(path) for path in variables}
-        return lax.with_sharding_constraint(variables, shardings)
 
     def _in_rows(self, by_row: Any) -> Any:
         rows = NamedSharding(self._plan.mesh, self._plan.axes.batch_spec)

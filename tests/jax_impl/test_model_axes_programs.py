@@ -21,6 +21,7 @@ from jax_impl import (
     fully_shard,
     init_state,
     layout_report,
+    make_eval_step,
     make_train_step,
     memory_report,
     stack_layers,
@@ -49,11 +50,11 @@ class Plain(Chain):
 class Noisy(Plain):
     """Random numbers of each data-parallel rank, and batch statistics over all of them, of features that are cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: str | None = "dp") -> None:
         super().__init__()
         options: dict[str, Any] = {"rngs": nnx.Rngs(2), "param_dtype": jnp.float64, "dtype": jnp.float64}
         self.up, self.down = nnx.Linear(8, 16, **options), nnx.Linear(16, 8, **options)
-        self.norm = nnx.BatchNorm(16, axis_name="dp", **options)
+        self.norm = nnx.BatchNorm(16, axis_name=axis, **options)
         # flax's are float32 whatever the other options say, and JAX is about to refuse float64 values for them.
         for statistic in (self.norm.mean, self.norm.var):
             statistic.set_value(statistic.get_value().astype(jnp.float64))
@@ -138,6 +139,21 @@ def both(
 def test_models_of_all_kinds(options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         both(**{"make": Plain, "loss": loss, "optimizer": optax.sgd(0.1), **options})
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_a_loop_of_steps_or_evaluations_keeps_statistics_whole(engine: str, tensors: int) -> None:
+    """The compiler would shard the loop's statistics like their features, and a checkpoint would refuse them."""
+    with jax.enable_x64(True):
+        axis = "dp" if engine == "shard_map" else None
+        plan, state = planned(lambda: Noisy(axis), tensors, optax.sgd(0.1), cut=CUT_NOISY, engine=engine)
+        evaluate = make_eval_step(plan, loss, mutable=True)
+        for step in (make_train_step(plan, loss, optax.sgd(0.1)), lambda *of: evaluate(*of)[::-1]):
+            loop = jax.jit(lambda state, rows, step=step: jax.lax.scan(step, state, rows))
+            after, _ = loop(state, jnp.stack([ROWS] * 2))
+            for path, value in after.variables.items():
+                assert value.sharding.is_equivalent_to(plan.variable_sharding(path), value.ndim), path
 
 
 @pytest.mark.fast_cases("lamb-shard_map", "mask-pjit")

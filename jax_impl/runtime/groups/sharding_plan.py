@@ -122,6 +122,14 @@ class ShardingPlan(Viewed):
     def variable_sharding(self, path: str) -> NamedSharding:
         return NamedSharding(self.mesh, spec_of(self.variables[path], self.axes))
 
+    def at_rest(self, variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Inside a program: these variables, constrained to their shardings.
+
+        A step constrains the variables that it gets, too: a loop of steps would shard its carry as the step uses it.
+        """
+        shardings = {path: self.variable_sharding(path) for path in variables}
+        return jax.lax.with_sharding_constraint(dict(variables), shardings)
+
     @property
     def chained(self) -> bool:
         """Whether collectives must run one after another, as on simulated devices."""

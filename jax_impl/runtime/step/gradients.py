@@ -226,12 +226,14 @@ def _shard_map(
     if not plan.model_axes.names:
         return step
 
-    def placed(*arguments: Any) -> tuple[LossParts, Buffers, Variables]:
-        loss, gradients, variables = step(*arguments)
+    def placed(
+        weights: Buffers, batch: Batch, before: Variables, shared: Shared
+    ) -> tuple[LossParts, Buffers, Variables]:
         # On model axes the compiler would choose the sharding of the results.
+        loss, gradients, variables = step(weights, batch, plan.at_rest(before), shared)
         lying = {key: plan.sharding(key) for key in gradients}
-        whole = {path: plan.variable_sharding(path) for path in variables}
-        return lax.with_sharding_constraint((loss, gradients, variables), (plan.replicated, lying, whole))
+        loss, gradients = lax.with_sharding_constraint((loss, gradients), (plan.replicated, lying))
+        return loss, gradients, plan.at_rest(variables)
 
     return placed
 
@@ -253,11 +255,10 @@ def _pjit(
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
-        loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
         # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again.
-        lying = {path: plan.variable_sharding(path) for path in variables}
-        variables = lax.with_sharding_constraint(variables, lying)
-        return *divisors.divide(loss, finish(plan, gradients)), variables
+        own = plan.at_rest(before)
+        loss, variables, gradients = _accumulate(plan, loss_fn, sources, own, parts, shared, microbatches)
+        return *divisors.divide(loss, finish(plan, gradients)), plan.at_rest(variables)
 
     return whole
 
