@@ -252,7 +252,7 @@ class Stream:
             (present,) = ahead
             turn += 1
             ahead = [self._fetch(following) for following in travelling[turn : turn + 1]]
-            yield self._gated(present)
+            yield self._by_shard(_after, present, self._landed) if self._landed else present
 
     def sent(self, arrays: Arrays) -> Arrays:
         """Copies of these results in host memory."""
@@ -268,9 +268,6 @@ class Stream:
         if not self._landed:
             return on_device(arrays)
         return self._by_shard(_parts_after, arrays, self._landed)
-
-    def _gated(self, arrays: Arrays) -> Arrays:
-        return self._by_shard(_after, arrays, self._landed) if self._landed else arrays
 
     def _by_shard(self, function: Any, *operands: Arrays) -> Arrays:
         """``function`` on each device's shards; a result is cut like the array with the same number."""

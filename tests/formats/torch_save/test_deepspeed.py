@@ -209,6 +209,22 @@ def test_a_model_that_was_trained_without_zero_is_one_file(tmp_path: Path) -> No
     torch.save(tree, tmp_path / "plain" / "mp_rank_00_model_states.pt")
     with open_checkpoint(tmp_path / "plain") as reader:
         assert np.array_equal(reader.read("module.weight"), weight.numpy())
+    alone = tmp_path / "plain" / "mp_rank_00_model_states.pt"
+    assert not convert(alone, tmp_path / "dcp", to="dcp").left_alone
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_models_file_alone_names_the_float32_weights_next_to_it(
+    written: Path, tmp_path: Path, stage: int
+) -> None:
+    """Its weights are bfloat16: a conversion that says nothing would lose bits of all weights."""
+    folder = written / f"zero{stage}"
+    conversion = convert(folder / "mp_rank_00_model_states.pt", tmp_path / "dcp", to="dcp")
+    ranks = {child.name for child in folder.iterdir() if "optim" in child.name}
+    assert len(ranks) >= 2
+    assert set(conversion.left_alone) == ranks
+    assert not conversion.complete
+    assert all("read the folder" in why for why in conversion.left_alone.values())
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
     # In the order of first uses, a greedy choice is optimal for objects of one span each.
     for index in sorted(range(len(objects)), key=lambda index: min(objects[index])):
         number = 0
-        while number < len(taken) and _overlap(taken[number], objects[index]):
+        while number < len(taken) and any(
+            a < d and c < b for a, b in taken[number] for c, d in objects[index]
+        ):
             number += 1
         if number == len(taken):
             taken.append([])
@@ -178,10 +180,6 @@ def _sum(spans: Sequence[tuple[Span, int]], duration: int) -> list[int]:
         changes[start] += weight
         changes[end] -= weight
     return list(accumulate(changes[:duration]))
-
-
-def _overlap(first: Sequence[Span], second: Sequence[Span]) -> bool:
-    return any(a < d and c < b for a, b in first for c, d in second)
 
 
 def _draw(plan: BufferPlan) -> str:

@@ -76,6 +76,13 @@ def holds_zero_shards(path: Path) -> bool:
         return any(keys[0] == "param_shapes" and len(keys) > 1 for keys in model.object_paths.values())
 
 
+def shards_beside(file: Path) -> dict[str, str]:
+    """The other files of the ZeRO checkpoint of which ``file`` is read alone, by name, with the reason."""
+    beside = file.parent.iterdir() if _FILES.fullmatch(file.name) and holds_zero_shards(file.parent) else ()
+    names = sorted(child.name for child in beside if _FILES.fullmatch(child.name) and child.name != file.name)
+    return dict.fromkeys(names, "part of the same ZeRO checkpoint, with all float32 weights: read the folder")
+
+
 class DeepSpeedReader(ComputedReader):
     """A checkpoint of ZeRO opened for reading; see `CheckpointReader`. `path`: the folder of a step.
 

@@ -32,6 +32,7 @@ from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.tensors.wrapping import home_of
+from bridge.core.formats.torch_save.deepspeed import shards_beside
 from bridge.core.formats.torch_save.files import TRAINING_STATE
 from bridge.core.formats.whole.composite import PIPELINE_FILE, JoinedReader, pipeline_companions
 from bridge.core.text_files import parse_json
@@ -167,7 +168,7 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     if not home.is_dir():
         above = home.parent
         ranks = _counted(above.parent, [above.name], of_ranks=True)
-        return {**_counted(above, [file.name for file in files]), **ranks}
+        return {**_counted(above, [file.name for file in files]), **ranks, **shards_beside(home)}
     start = len(str(home)) + 1
     read = {str(file)[start:].partition("/")[0] for file in files}
     index = next((name for name in read if name.endswith(INDEX_END)), "")
