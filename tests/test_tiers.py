@@ -15,7 +15,7 @@ from tests.support.mutants.covered import NEEDED, OTHERS, SECONDS, covered
 from tests.support.mutants.reached import Record
 from tests.support.mutations import MUTATIONS, ROOT, file_of
 from tests.support.pairwise import covered_cases, covering, mark_covered_slow, together
-from tests.support.slow_share import shares_of
+from tests.support.slow_share import in_order, shares_of
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 3), (4, 2, 3), (2, 2, 2, 2, 2), (5, 4, 2, 2, 2)])
@@ -124,6 +124,16 @@ def test_each_slow_file_is_in_one_share_and_shares_are_alike() -> None:
     sizes = [sum(counts[file] for file in counts if share_of[file] == share) for share in range(5)]
     assert max(sizes) - min(sizes) <= 2
     assert share_of == shares_of(dict(reversed(counts.items())), 5)
+
+
+def test_each_round_starts_a_share_at_a_later_file() -> None:
+    files = [f"tests/test_{k}.py" for k in range(12)]
+    rounds = [in_order(files, number, 5) for number in range(5, 10)]
+    assert all(sorted(order) == sorted(files) for order in rounds)
+    assert [files.index(order[0]) for order in rounds] == [0, 2, 4, 7, 9]
+    # In a round that leaves a quarter of the files, another round begins with these files.
+    assert set().union(*(order[:9] for order in rounds)) == set(files)
+    assert in_order([], 3, 5) == []
 
 
 SLOW_TESTS = """

@@ -3,8 +3,9 @@
     python -m pytest -m slow -p tests.support.slow_share
 
 If CI runs this for each commit, five commits run every slow test. Tests of a file stay together, because they share
-compiled steps. After ``--slow-minutes`` the remaining tests are skipped and counted, so a long share never fails. A
-test is also skipped if its own limit (``pytest.mark.timeout(N)``, N seconds) exceeds the remaining minutes.
+compiled steps. After ``--slow-minutes`` the remaining tests are skipped and counted, so a long share never fails. The
+next round of commits starts the share at a later file, so that no file is always among the remaining ones. A test is
+also skipped if its own limit (``pytest.mark.timeout(N)``, N seconds) exceeds the remaining minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def turn(shares: int) -> int:
-    """The number of this share, from 0, by the number of commits; 0 without git."""
+def turn(shares: int) -> tuple[int, int]:
+    """The numbers, from 0, of this round of shares and of its share, by the number of commits; 0, 0 without git."""
     done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return int(done.stdout) % shares if done.returncode == 0 else 0
+    return divmod(int(done.stdout), shares) if done.returncode == 0 else (0, 0)
 
 
 def shares_of(counts: Mapping[str, int], shares: int) -> dict[str, int]:
@@ -46,13 +47,23 @@ def shares_of(counts: Mapping[str, int], shares: int) -> dict[str, int]:
     return share_of
 
 
+def in_order(files: Sequence[str], round_number: int, shares: int) -> list[str]:
+    """The files of a share as this round runs them: each round starts ``1 / shares`` of the files later."""
+    start = len(files) * (round_number % shares) // shares
+    return [*files[start:], *files[:start]]
+
+
 # This runs last, after slow cases are marked and after pytest deselects by marks.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shares = config.getoption("--slow-share")
-    share, chosen = shares_of(Counter(map(_file, items)), shares), turn(shares)
+    share, (round_number, chosen) = shares_of(Counter(map(_file, items)), shares), turn(shares)
     config.hook.pytest_deselected(items=[item for item in items if share[_file(item)] != chosen])
-    items[:] = [item for item in items if share[_file(item)] == chosen]
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(_file(item), []).append(item)
+    own = [file for file in by_file if share[file] == chosen]
+    items[:] = [item for file in in_order(own, round_number, shares) for item in by_file[file]]
 
 
 def _file(item: pytest.Item) -> str:
@@ -61,7 +72,7 @@ def _file(item: pytest.Item) -> str:
 
 def pytest_report_header(config: pytest.Config) -> str:
     shares = config.getoption("--slow-share")
-    return f"slow tests: share {turn(shares) + 1} of {shares}, by the number of commits"
+    return f"slow tests: share {turn(shares)[1] + 1} of {shares}, by the number of commits"
 
 
 def _own_limit(item: pytest.Item) -> float:
