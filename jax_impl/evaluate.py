@@ -270,8 +270,7 @@ def make_eval_step(
     equal_parts: bool = False,
     mutable: bool | None = None,
 ) -> EvalStep:
-    """``evaluate(state, batch, *shared)`` runs ``fn(model, rows, *shared)`` on all rows, forward only, donating
-    nothing.
+    """``evaluate(state, batch, *shared)`` runs ``fn(model, rows, *shared)`` on all rows, forward only; no donation.
 
     If ``fn`` returns a loss as for ``make_train_step``, ``evaluate`` returns the metrics of the batch. If ``fn``
     returns a pytree of arrays with its rows as first dimension (logits ``[rows, T, V]``, samples, caches), ``evaluate``

@@ -77,31 +77,80 @@ def test_what_has_no_fault_is_converted_as_without(tmp_path: Path) -> None:
     assert len(arrived(tmp_path / "out")) == len(ARRAYS)
 
 
-def missing_shard(folder: Path) -> None:
-    (folder / "model-00002-of-00002.safetensors").unlink()
+SECOND = "model-00002-of-00002"
 
 
-def cut_shard(folder: Path) -> None:
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-@pytest.mark.parametrize("damage", [missing_shard, cut_shard])
-def test_a_shard_that_cannot_be_opened_takes_its_tensors_along(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+@pytest.fixture(params=["safetensors", "torch"])
+def sharded(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A model in two files with an index: two tensors in the first, four in the second."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    start, end, index = {
+        "safetensors": ("model", ".safetensors", "model.safetensors.index.json"),
+        "torch": ("pytorch_model", ".bin", "pytorch_model.bin.index.json"),
+    }[request.param]
     names = [*ARRAYS]
-    parts = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
-    for file, own in parts.items():
-        save_file({name: ARRAYS[name] for name in own}, source / file)
-    weight_map = {name: file for file, own in parts.items() for name in own}
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    damage(source)
-    report = convert(source, tmp_path / "out", to="safetensors", salvage=True)
-    assert any("model-00002-of-00002.safetensors" in name for name in report.faults), report.faults
-    assert {*arrived(tmp_path / "out")} == set(names[:2])
+    weight_map = {}
+    for number, own in ((1, names[:2]), (2, names[2:])):
+        file = folder / f"{start}-0000{number}-of-00002{end}"
+        if request.param == "torch":
+            torch.save({name: torch.from_numpy(ARRAYS[name]) for name in own}, file)
+        else:
+            save_file({name: ARRAYS[name] for name in own}, file)
+        weight_map |= dict.fromkeys(own, file.name)
+    (folder / index).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def missing(file: Path) -> None:
+    file.unlink()
+
+
+def cut_in_the_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:40])
+
+
+@pytest.mark.parametrize("damage", [missing, cut_in_the_header])
+def test_a_shard_that_cannot_be_opened_takes_its_tensors_along(
+    sharded: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    (file,) = sharded.glob(f"*{SECOND}*")
+    damage(file)
+    names = [*ARRAYS]
+    report = convert(sharded, tmp_path / "out", to="dcp", salvage=True)
+    assert {*report.faults} == {file.name, *names[2:]}
+    assert all(report.faults[name] == f"in {file.name}, which cannot be opened" for name in names[2:])
+    assert {*arrived(tmp_path / "out")} == {*names[:2]}
+    with pytest.raises((CheckpointError, OSError), match=SECOND):
+        convert(sharded, tmp_path / "strict", to="dcp")
+
+
+@pytest.mark.parametrize("cut", [1, 8, 9600, 9601, 30000])
+def test_tensors_before_the_end_of_a_truncated_file_are_whole(tmp_path: Path, cut: int) -> None:
+    """As after a download that broke off. Each tensor has 9600 bytes."""
+    source = tmp_path / "source.safetensors"
+    save_file(ARRAYS, source)
+    source.write_bytes(source.read_bytes()[:-cut])
+    by_place = sorted(ARRAYS)
+    lost = by_place[-cut // 9600 :]
+    whole = [name for name in by_place if name not in lost]
+    report = convert(source, tmp_path / "out", to="dcp", salvage=True)
+    assert {*report.faults} == {*lost}
+    assert all("truncated" in text for text in report.faults.values())
+    there = arrived(tmp_path / "out")
+    assert {name: array.tobytes() for name, array in there.items()} == {
+        name: ARRAYS[name].tobytes() for name in whole
+    }
+    problems = verify(source).problems
+    assert [problem.where for problem in problems] == lost
+    assert all("truncated" in problem.text for problem in problems)
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert(source, tmp_path / "strict", to="dcp")
+    with source.open("ab") as file:
+        file.write(bytes(cut + 1))
+    # Surplus bytes say that no offset can be trusted.
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        convert(source, tmp_path / "surplus", to="dcp", salvage=True)
 
 
 def test_an_object_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:

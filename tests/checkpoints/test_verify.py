@@ -183,6 +183,9 @@ def test_a_single_safetensors_file_is_verified_with_the_manifest_beside_it(
         assert where(verify(file)) == {"w.large"}
         restore()
     file.write_bytes(data[:-1])
+    # The tensor with the smallest elements comes last.
+    assert where(verify(file)) == {"w.float8_e4m3fn", file.name}
+    file.write_bytes(data[:100])
     assert not verify(file).opened
 
 

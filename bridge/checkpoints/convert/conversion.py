@@ -55,8 +55,7 @@ class ConvertReport(Viewed):
     kept: companions that a replaced checkpoint had and the source lacks. not_copied: why other companions were not
     copied. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files next to the source
     that look like weights, each with the reason why it was not read. filled: by name in the destination, the content of
-    leaves that the source lacks, see `template.py`. faults: what `salvage` left out, by name. The report is true if
-    `complete` is.
+    leaves that the source lacks, see `template.py`. faults: what `salvage` left out, by name. True if `complete`.
     """
 
     source: Path | str

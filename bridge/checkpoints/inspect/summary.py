@@ -44,8 +44,7 @@ class Summary(Viewed):
 
     manifest: whether it has one of ours, with which `verify` can tell that nothing changed. key_types: by name, the
     implementation of tensors that are typed PRNG keys; their dtype is the key data's. left_alone: by name, files next
-    to the checkpoint that look like weights, with the reason why each was not read. object_paths: of `objects`, by
-    name.
+    to the checkpoint that look like weights, with the reason why each was not read. object_paths: by name.
     """
 
     path: Path | str

@@ -143,7 +143,7 @@ def _verify_open(
     request: _Request,
 ) -> VerifyReport:
     """The report of an open checkpoint. home: the path with the manifest. problems: of files, found earlier."""
-    before = stamps(reader.files())
+    before, noted = stamps(reader.files()), {problem.where for problem in problems}
     if manifest is not None:
         problems += structure_problems(reader, manifest)
         problems += rest_problems(reader, home, manifest)
@@ -152,7 +152,7 @@ def _verify_open(
     workers = default_workers() if request.workers is None else request.workers
     with followed("verify", request.progress) as tell:
         tensors = check.run(workers, tell)
-    problems += [problem for tensor in tensors for problem in tensor.problems]
+    problems += [problem for tensor in tensors for problem in tensor.problems if tensor.name not in noted]
     problems += copy_problems(reader)
     problems += [Problem(Path(file).name, text) for file, text in changed(before)]
     unlisted: Mapping[str, str] = {}

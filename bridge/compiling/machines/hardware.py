@@ -27,8 +27,7 @@ class Fabric:
 class Torus:
     """Links of TPUs: ``link`` bytes per second and direction to each of two neighbours on each of ``axes`` axes.
 
-    A slice's axis is a ring if its size is a multiple of ``ring``, else a line. ``cubes``: rings need such sizes on all
-    axes.
+    A slice's axis is a ring if its size is a multiple of ``ring``, else a line. ``cubes``: rings need all sizes so.
     """
 
     link: float

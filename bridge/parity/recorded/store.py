@@ -27,8 +27,7 @@ LEAST = 2**15
 def trim_heap() -> None:
     """Return freed memory to the system.
 
-    The C library keeps freed blocks, and a run frees more than the next run needs. Does nothing if the C library is
-    not glibc.
+    The C library keeps freed blocks, and a run frees more than the next run needs. Does nothing without glibc.
     """
     trim = _trim()
     if trim is not None:

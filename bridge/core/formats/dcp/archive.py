@@ -237,8 +237,7 @@ def describe_tensor(
 ) -> tuple[StoredTensor, str | None]:
     """The tensor that a pickle describes, in one of these records, and the reason if its elements cannot be read.
 
-    CheckpointError, beginning with `what`, for anything but one strided tensor of a dtype of PyTorch's inside its
-    record.
+    CheckpointError, beginning with `what`, for anything but one strided tensor of a PyTorch dtype inside its record.
     """
     match description:
         case Call(

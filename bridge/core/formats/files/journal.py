@@ -6,8 +6,7 @@
         ["model.w", 1, 328867073]
 
 The directory belongs to one attempt (`WorkingDirectory`). A line is written once its chunk has been synced; a truncated
-last line does not count. The writer locks the journal while it lives, so that nobody else resumes or removes the
-directory.
+last line does not count. The writer locks the journal while it lives, so that nobody else resumes or removes it.
 """
 
 from __future__ import annotations

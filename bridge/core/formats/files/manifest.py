@@ -210,8 +210,7 @@ def render_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conversion is not None:
         data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
-    # Tensors as text. Thousands differ only in names and checksums, and objects for `json.dumps` take four times as
-    # long.
+    # Tensors as text. Thousands differ only in names and checksums, and objects for `json.dumps` take 4 times longer.
     forms: dict[tuple[object, ...], str] = {}
     entries = []
     for name, tensor in manifest.tensors.items():
@@ -250,8 +249,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
 def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
     """A manifest without its tensors, and the tensors, if it was written here and each tensor is one chunk; else None.
 
-    The text between a name and a checksum is parsed once for all tensors that are alike, which halves the time of
-    `_tensors`.
+    The text between a name and a checksum is parsed once for all tensors that are alike: `_tensors` takes half as long.
     """
     try:
         text = data.decode()

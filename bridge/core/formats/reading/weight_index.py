@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from bridge.core.formats.reading.regular_files import is_plain_name, once_each, small_file
 from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.wrapping import one_part
 from bridge.core.text import first_of
 from bridge.core.text_files import parse_json
 
@@ -33,14 +34,22 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable[tuple[str, str]]) -> None:
+def check_index(
+    directory: Path,
+    weight_map: Mapping[str, str],
+    stored: Iterable[tuple[str, str]],
+    damaged: Collection[str] = (),
+) -> None:
     """CheckpointError, naming some, unless the files contain exactly the tensors that the index gives for them.
 
-    stored: (tensor, file) for all tensors in the files.
+    stored: (tensor, file) for all tensors in the files. damaged: files that could not be opened; so are their tensors.
     """
-    there = set(stored)
-    listed = set(weight_map.items())
-    problems = []
+    for name, file in weight_map.items():
+        if file in damaged:
+            with one_part(name):
+                raise CheckpointError(f"in {file}, which cannot be opened")
+    there, problems = set(stored), []
+    listed = {(name, file) for name, file in weight_map.items() if file not in damaged}
     for wrong, where in ((listed - there, "not in that file"), (there - listed, "not in the index")):
         if wrong:
             shown = first_of([f"{name!r:.200} of {file}" for name, file in sorted(wrong)])

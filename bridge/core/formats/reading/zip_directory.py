@@ -37,8 +37,7 @@ ZIP_MAGIC: Final = b"PK\3\4"
 class Member:
     """A file inside a zip file. stored, size: its bytes as stored, and after inflating. method: STORED or DEFLATED.
 
-    header: where its header begins. limit: where the next header, or the directory, begins. crc: CRC-32 of its inflated
-    bytes.
+    header: where its header begins. limit: where the next header, or the directory, begins. crc: CRC-32 when inflated.
     """
 
     name: str

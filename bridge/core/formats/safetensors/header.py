@@ -25,6 +25,7 @@ import numpy as np
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from bridge.core.formats.tensors.leaves import MAX_NAME
+from bridge.core.formats.tensors.wrapping import one_part
 
 MAX_HEADER: Final = 100_000_000
 """The most bytes of a header that every reader of the format accepts."""
@@ -167,11 +168,13 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
             fault = "overlaps the one before" if array.start < end else "leaves a gap before it"
             _refuse(what, f"tensor {name!r} {fault}: it begins at {array.start - base}, not {end - base}")
         end += array.nbytes
-    if end != size:
-        _refuse(
-            what,
-            f"its tensors have {end - base} bytes, {size - base} follow the header (truncated or damaged)",
-        )
+    fault = f"its tensors have {end - base} bytes, {size - base} follow the header (truncated or damaged)"
+    if end < size:
+        _refuse(what, fault)
+    # The tensors before the end of a truncated file are whole.
+    for name in (name for name, array in arrays.items() if array.start + array.nbytes > size):
+        with one_part(name):
+            _refuse(what, fault)
     return Header(arrays, metadata)
 
 

@@ -94,9 +94,8 @@ class SafetensorsReader(ClosedAtEnd):
         }
         if fileset.weight_map is not None:
             stored = ((name, file) for file, header in headers.items() for name in header.arrays)
-            listed = {name: file for name, file in fileset.weight_map.items() if file in headers}
             with one_part(fileset.index or ""):
-                check_index(fileset.directory, listed, stored)
+                check_index(fileset.directory, fileset.weight_map, stored, {*fileset.names} - headers.keys())
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._infos(paths))

@@ -146,8 +146,7 @@ class TensorInfo:
 
     name: DCP's flat key "model.layers.0.wq.weight", or Orbax's path joined by "/" "params/layers/0/wq".
     path: the same leaf as a tree path; ints are list positions.
-    shape: global shape, elements. dtype: a value of ORBAX_DTYPES. chunks: the stored blocks, covering every element
-    once.
+    shape: global shape, elements. dtype: a value of ORBAX_DTYPES. chunks: stored blocks that cover each element once.
     """
 
     name: str

@@ -81,8 +81,7 @@ def _hull(a: Box, b: Box) -> Box:
 def check_coverage(shape: Sequence[int], chunks: Iterable[Box], what: str) -> None:
     """Raise CheckpointError unless the chunks hold every element of a tensor of this shape exactly once.
 
-    Empty chunks are ignored. `what` names tensor and file in the message. Linear in the number of chunks for the
-    usual grids.
+    Empty chunks are ignored. `what` names tensor and file in the message. Linear in chunks for the usual grids.
 
     How: let g(x) = (number of chunks holding element x) - 1. Its difference along every axis is nonzero only at corners
     of chunks, and vanishes everywhere exactly if g does; so corners, with sign, must cancel. The lexicographically

@@ -99,9 +99,9 @@ class TorchSaveReader(SingleChunkReader):
             )
             self._unreadable |= dict.fromkeys(empty, _ZERO_3)
         if self._fileset.weight_map is not None:
-            listed = {name: file for name, file in self._fileset.weight_map.items() if file in whole}
+            damaged = {*self._fileset.names} - whole
             with one_part(self._fileset.index or ""):
-                check_index(self._fileset.directory, listed, owners.items())
+                check_index(self._fileset.directory, self._fileset.weight_map, owners.items(), damaged)
 
     @property
     def objects(self) -> Mapping[str, object]:

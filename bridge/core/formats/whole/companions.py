@@ -84,8 +84,7 @@ class Companions:
     def beside(path: Path) -> Companions:
         """The companions of the checkpoint at ``path``, a directory or one file.
 
-        Files next to a single file belong to a model only if one is a `config.json`: the directory may contain
-        anything.
+        Files next to a single file belong to a model only if one is a `config.json`: anything may lie there.
         """
         directory = path if path.is_dir() else path.parent
         if directory != path and not (directory / CONFIG_FILE).is_file():
@@ -247,8 +246,7 @@ def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> di
 
 
 def _ranks_without_files(read: Collection[str]) -> dict[str, str]:
-    """Ranks of PyTorch's HuggingFaceStorageWriter without a file, and the one after the last, which no file
-    mentions."""
+    """Ranks of PyTorch's HuggingFaceStorageWriter without a file, and the one after the last, which no file names."""
     ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
     if not ranks:
         return {}
