@@ -7,11 +7,10 @@ A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (
     gather   | weights of unit 2 | weights of unit 3 |          a transfer starts after the earlier computation
 
 * On CUDA a lane is a stream. All steps are enqueued at the start, each after everything that was
-  enqueued on the stream from which it is called. ``finish`` makes the current stream wait. For
-  copies from and to the host's memory, ``finish`` makes the program wait, because the program
-  accesses host memory without a stream. Memory that outlives a step is allocated before the
-  transfer starts and freed after it is finished, on the computation's stream. So no memory is
-  reused too early, and no memory needs ``record_stream``.
+  enqueued on the stream from which it is called. ``finish`` makes the current stream wait. For copies from and to the
+  host's memory, ``finish`` makes the program wait, because the program accesses host memory without a stream. Memory
+  that outlives a step is allocated before the transfer starts and freed after it is finished, on the computation's
+  stream. So no memory is reused too early, and no memory needs ``record_stream``.
 * On the CPU the first collective runs on the backend's own threads, after the preceding steps. All
   later steps run when the transfer is finished.
 

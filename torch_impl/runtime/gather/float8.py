@@ -225,8 +225,7 @@ class QuantizedGather:
         ]
 
     def _scale_runs(self) -> list[list[tuple[int, int]]]:
-        """By parameter, in the order of rows, the bytes ``[first, stop)`` of the pieces that contain
-        scales."""
+        """By parameter, in the order of rows, the bytes ``[first, stop)`` of the pieces that contain scales."""
         runs: list[list[tuple[int, int]]] = [[] for _ in self._layout.slots]
         for rank in range(self._layout.num_shards):
             begin = rank * self._piece + self._layout.shard_size

@@ -2,8 +2,7 @@
 
     backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, in one buffer
     end of the unit     reduce                  |g1 g2|             over the axes that shard gradients,
-                                                                    in the last microbatch over the
-                                                                    others as well
+                                                                    in the last microbatch over the others as well
                      or keep                                        local sums of several microbatches
 
 ``reduction`` describes the contents of ``.grad`` between two backwards.
@@ -13,8 +12,7 @@ unsharded parameters have three attributes while their unit runs backward, with 
 kernels of TransformerEngine and Megatron expect:
 
     main_grad                  view of the buffer that will be reduced, shaped like the parameter (or this rank's part,
-                               under tensor parallelism), in ``reduce_dtype``, or in ``grad_dtype``
-                               when it is kept
+                               under tensor parallelism), in ``reduce_dtype``, or in ``grad_dtype`` when it is kept
     overwrite_main_grad        True: the view is still empty, so the first write overwrites; False: add to it
     grad_added_to_main_grad    False; a kernel sets it to True when it has written; later writes add
 

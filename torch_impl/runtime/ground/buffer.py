@@ -16,9 +16,8 @@ for the finest level in use; coarser levels merge its shards::
 
 An axis of one rank needs no collective.
 
-A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which
-parameters were used. Every rank must know this, whichever rows it holds, without another
-collective::
+A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which parameters were
+used. Every rank must know this, whichever rows it holds, without another collective::
 
     level 0   |. . . . . .|f0 f1|f0 f1|f0 f1|    3 shards of rows, 2 parameters
     level 1   |. .|f0 f1|                        rows and flags, summed over the ranks

@@ -18,18 +18,15 @@ class MixedPrecisionPolicy:
 
     param_dtype: dtype of forward and backward. None: the original dtype of the parameters, or
         ``main_dtype`` if it is no wider, also for frozen parameters.
-    reduce_dtype: dtype in which gradients cross the network (None: the dtype of forward and
-        backward).
+    reduce_dtype: dtype in which gradients cross the network (None: the dtype of forward and backward).
     output_dtype: floating-point outputs of the module are cast to it (None: not cast).
     cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` if it is set,
         else to a ``main_dtype`` of two bytes.
-    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: the dtype of the main
-        weights).
+    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: the dtype of the main weights).
     gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
-        ``torch.float8_e4m3fn`` (or its name); None: the dtype of forward and backward. The weights
-        are quantized from the main weights, and forward and backward compute with the quantized
-        values in ``param_dtype``; gradients are applied to the main weights directly. See
-        ``bridge.core.sharding.policy.float8``.
+        ``torch.float8_e4m3fn`` (or its name); None: the dtype of forward and backward. The weights are quantized from
+        the main weights, and forward and backward compute with the quantized values in ``param_dtype``; gradients are
+        applied to the main weights directly. See ``bridge.core.sharding.policy.float8``.
     float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit
         (not subclasses) multiply in float8 if the device has kernels for it, else in
         ``param_dtype``. Inputs and gradients are then quantized as well; see
@@ -39,10 +36,9 @@ class MixedPrecisionPolicy:
         which saves 2 bytes per element; see ``torch_impl.dtensor.remainders``. ``parameters()``
         returns the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 weights.
     main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they
-        are sharded; with float32, float64 parameters stay float64. None: each parameter keeps its
-        original dtype, as in ``torch.distributed.fsdp``. Frozen parameters always keep theirs. So a
-        half-precision parameter that is to have wider main weights must be trainable when it is
-        sharded: if it is unfrozen later, the next forward raises.
+        are sharded; with float32, float64 parameters stay float64. None: each parameter keeps its original dtype, as in
+        ``torch.distributed.fsdp``. Frozen parameters always keep theirs. So a half-precision parameter that is to have
+        wider main weights must be trainable when it is sharded: if it is unfrozen later, the next forward raises.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, for another format,
     and for ``gather_dtype`` with main weights that are not float32.

@@ -1,7 +1,6 @@
 """Parameters that are DTensors before they are sharded: tensor parallelism on further axes.
 
-A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then
-``fully_shard`` by rows::
+A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then ``fully_shard`` by rows::
 
     given: Shard(1) on tp        each tp rank's half is a separate tensor in the flat buffer
     |    |    |                  tp 0                tp 1

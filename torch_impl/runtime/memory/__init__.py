@@ -4,8 +4,7 @@ The pool records when buffers are in use. When a step's record repeats, the pool
 the main weights on, compute weights are stored in their slots. A program may deviate from the plan at any time:
 
 * A slot that is in use is not taken. Weights that are gathered ahead wait *aside*, in separate
-  memory. When their unit runs, the weights in the slot are moved aside instead, unless a forward is
-  reading them.
+  memory. When their unit runs, the weights in the slot are moved aside instead, unless a forward is reading them.
 * Weights move to other memory only with changed values, or if a forward is reading their slot. Both
   invalidate the graphs that saved the old weights.
 

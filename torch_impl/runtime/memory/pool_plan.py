@@ -1,8 +1,7 @@
 """Plans which buffers of a training step share memory, from the times when each is in use.
 
-Compute weights and gradient buffers of equal size share a *slot* if they are never in use at the
-same time. Weights are used twice per step, in the same slot, because autograd keeps views of it.
-Time counts the beginnings and ends of uses::
+Compute weights and gradient buffers of equal size share a *slot* if they are never in use at the same time. Weights are
+used twice per step, in the same slot, because autograd keeps views of it. Time counts the beginnings and ends of uses::
 
     weights a   |####....####|      slot 0   |aaa-ccc..ccc-aaa|      a, b, c  in use by
     weights b   |..########..|      slot 1   |..bbbb....bbbb..|      -        kept for the next use
@@ -44,9 +43,8 @@ class Lifetime:
 class BufferPlan:
     """Slots for the buffers of a step; ``str()`` draws it.
 
-    ``slots``: for each of ``lifetimes`` the number of its slot, None for separate memory.
-    ``memory``: for each slot, the spans in which it has memory. Backward begins at event ``turn``;
-    the step has ``duration`` events.
+    ``slots``: for each of ``lifetimes`` the number of its slot, None for separate memory. ``memory``: for each slot,
+    the spans in which it has memory. Backward begins at event ``turn``; the step has ``duration`` events.
     """
 
     lifetimes: tuple[Lifetime, ...]

@@ -1,7 +1,6 @@
 """Parameters whose class determines what is gathered: FSDP2's extensions, as in torchao.
 
-The class of such a parameter has two methods, which are called on this rank's rows of the
-parameter::
+The class of such a parameter has two methods, which are called on this rank's rows of the parameter::
 
     fsdp_pre_all_gather(mesh)                           -> (tensors to gather, anything for post)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)      the same

@@ -1,7 +1,6 @@
 """Shared by the units below one root: order of execution, prefetching, reductions in progress.
 
-With ``prefetch`` 1, a unit is gathered while the previous one computes, and reduced while the next
-one computes::
+With ``prefetch`` 1, a unit is gathered while the previous one computes, and reduced while the next one computes::
 
     forward    | unit 1       | unit 2       | unit 3
     gather     | 2            | 3            |
@@ -218,8 +217,7 @@ class Schedule:
                 self._prefetched.append(weakref.ref(unit))
 
     def join_backward(self, unit: ScheduledUnit, task: int) -> weakref.ref[Any]:
-        """``unit`` takes part in a backward, and gets a call at its end; the reference dies if it
-        raises."""
+        """``unit`` takes part in a backward, and gets a call at its end; the reference dies if it raises."""
         if task not in self._tasks:
             # A nested backward (reentrant checkpointing) continues the pass of the outer one.
             if not self._running():

@@ -1,8 +1,7 @@
 """The collectives of a strategy: over which mesh axes a group's buffers travel, and when.
 
-Axes are counted from the innermost one, 0. Buffers of level a are cut over the a innermost axes. A
-strategy that shards parameters over p axes, gradients over g and optimizer state over o, on a mesh
-of d axes, takes::
+Axes are counted from the innermost one, 0. Buffers of level a are cut over the a innermost axes. A strategy that shards
+parameters over p axes, gradients over g and optimizer state over o, on a mesh of d axes, takes::
 
     field           when                    collective        over axis         between levels
     gathered_once   once a step             all-gather        o-1 ... p         o -> p
