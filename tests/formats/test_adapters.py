@@ -323,6 +323,26 @@ def test_convert_merges_and_diff_compares_with_the_merged_weights(tmp_path: Path
     assert not diff(base, tmp_path / "out").same
 
 
+@pytest.mark.parametrize("changed", ["base", "out", "noise", "a"])
+def test_a_file_that_changes_while_it_is_compared_is_an_error(tmp_path: Path, changed: str) -> None:
+    """Another writer may replace any of the four checkpoints meanwhile: the report would mix two states."""
+    base, adapter = (
+        base_at(tmp_path / "base", q__weight=numbers(ROWS, COLUMNS)),
+        adapter_at(tmp_path / "a", lora()),
+    )
+    for copy in ("out", "noise"):
+        convert(base, tmp_path / copy, to="safetensors", merge_adapter=adapter)
+
+    def change(*_: object) -> None:
+        file = next((tmp_path / changed).glob("*.safetensors"))
+        file.write_bytes(file.read_bytes())
+
+    whole = {"merge_adapter": adapter, "noise": tmp_path / "noise"}
+    assert diff(base, tmp_path / "out", **whole).same
+    with pytest.raises(CheckpointError, match=rf"{changed}/.*\.safetensors"):
+        diff(base, tmp_path / "out", progress=change, **whole)
+
+
 def test_another_adapter_is_another_conversion(tmp_path: Path) -> None:
     base = base_at(tmp_path / "base", q__weight=numbers(ROWS, COLUMNS))
     keys = []

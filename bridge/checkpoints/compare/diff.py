@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
 from bridge.checkpoints.compare.diff_tensors import Pair, compared
@@ -21,7 +22,7 @@ from bridge.checkpoints.ground.outputs import require_readable
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.ground.workers import large_buffers_returned
 from bridge.core.formats import items_of_each, open_checkpoint
-from bridge.core.formats.reading.regular_files import changed, stamps
+from bridge.core.formats.reading.regular_files import Stamp, changed, stamps
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.core.formats.tensors.boxes import Progress
@@ -88,23 +89,23 @@ def diff(
     table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
         places = each_at_step((a, b), step)
+        before: dict[Path, Stamp] = {}
         as_stored = [
-            opened.enter_context(open_checkpoint(path, items=own))
+            _watched(opened, before, path, own)
             for path, own in zip(places, items_of_each(places, items), strict=True)
         ]
-        before = stamps([file for reader in as_stored for file in reader.files()])
         whole_a, whole_b = as_stored
         if dequantize:
             whole_a = DequantizedReader(whole_a)
         if merge_adapter is not None:
-            whole_a = MergedReader(whole_a, opened.enter_context(open_checkpoint(merge_adapter)))
+            whole_a = MergedReader(whole_a, _watched(opened, before, merge_adapter))
         sides = _Sides.of(whole_a, whole_b, selection, table, into, from_, optimizer_order)
         mismatched = sides.mismatched(rounded)
         comparable = [name for name in sides.common if name not in mismatched]
         sides.require_readable(comparable)
         third = None
         if noise is not None:
-            third = sides.noise(opened.enter_context(open_checkpoint(noise)), comparable)
+            third = sides.noise(_watched(opened, before, noise), comparable)
         with followed("diff", progress) as tell:
             tensors = sides.compare(comparable, tolerance, third, workers, tell)
         for _, text in changed(before):
@@ -122,6 +123,15 @@ def diff(
             noise=None if noise is None else place_of(noise),
             left_alone=_left_alone(as_stored),
         )
+
+
+def _watched(
+    opened: ExitStack, before: dict[Path, Stamp], path: str | os.PathLike[str], items: Sequence[str] = ()
+) -> CheckpointReader:
+    """A checkpoint, open until ``opened`` closes; the stamps of its files go into ``before``."""
+    reader = opened.enter_context(open_checkpoint(path, items=items))
+    before |= stamps(reader.files())
+    return reader
 
 
 @dataclass(frozen=True)
