@@ -31,20 +31,9 @@ if TYPE_CHECKING:
     from bridge.core.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
 
 __all__ = [
-    "Box",
-    "CheckpointError",
-    "ConvertOptions",
-    "Selection",
-    "Tolerance",
-    "__version__",
-    "convert",
-    "create_checkpoint",
-    "diff",
-    "inspect",
-    "open_checkpoint",
-    "prove",
-    "verify",
-]
+    "Box", "CheckpointError", "ConvertOptions", "Selection", "Tolerance", "__version__", "convert",
+    "create_checkpoint", "diff", "inspect", "open_checkpoint", "prove", "verify",
+]  # fmt: skip
 
 _HOMES = {
     "Box": "bridge.core.formats",

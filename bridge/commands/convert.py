@@ -204,7 +204,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     if conversion.left_out:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, ASKED_FOR)}")
     if conversion.inexact:
-        print_line(out, f"computed with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
+        print_line(out, f"rounded, {len(conversion.inexact)}: {some(conversion.inexact)}")
     there = (local := place_here(destination)) is not None and os.path.lexists(local)
     print_line(
         out,

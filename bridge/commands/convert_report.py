@@ -78,7 +78,7 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
             "the damaged bytes",
         )
     if report.inexact:
-        print_line(out, f"computed with rounding, {len(report.inexact)}: {some(report.inexact)}")
+        print_line(out, f"rounded, {len(report.inexact)}: {some(report.inexact)}")
     lost = "finite elements became infinite or NaN by the cast"
     for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
         print_line(out, f"warning: {line}")

@@ -56,7 +56,7 @@ not read: old.bin: another model
 not copied: notes.txt: a link
 warning: not verified: damage in the source was copied into the new checkpoint, whose checksums confirm the \
 damaged bytes
-computed with rounding, 1: w
+rounded, 1: w
 warning: w: 3 finite elements became infinite or NaN by the cast
 warning: v: 3 finite elements became infinite or NaN by the cast
 dropped 2: a, b

@@ -50,7 +50,7 @@ class ConvertReport(Viewed):
 
     bytes: of the tensors' elements. resumed_bytes: bytes that an earlier attempt or other parts had written. dropped:
     names in the source that were not copied. overflowed: by name, how many finite elements a cast made infinite or NaN,
-    without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified:
+    without those of an earlier attempt. inexact: names of tensors that a mapping or a cast rounds. verified:
     whether the source's checksums, if any, were compared. companions: files that were copied, such as `config.json`.
     kept: companions that a replaced checkpoint had and the source lacks. not_copied: why other companions were not
     copied. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files next to the source

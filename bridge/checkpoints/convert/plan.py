@@ -15,7 +15,7 @@ from bridge.checkpoints.convert.found_mapping import found_mapping
 from bridge.checkpoints.convert.template import Fitted, Template, step_of_template, template_at
 from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
-from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
+from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values, require_no_tensors
 from bridge.core.formats import Format, format_named, open_checkpoint
 from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.stores.listing import StoredReader
@@ -124,12 +124,10 @@ class Conversion:
     outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds: of
     tensors and objects by name in the destination, see `tensors/leaves.py`, without implied ones. files: the source's
     files, empty if they are in a store. digest: of these files, by name, size and time. left_out: names in the source
-    that are not copied, dropped or not selected. inexact: names in the destination of tensors that the mapping
-    calculates, with rounding. companions: files that are copied, see `bridge.core.formats.whole.companions`.
-    conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
-    filled: by name in the destination, the content of leaves that only the template has, see `template.py`.
-    also_read: files and digest, as of the source, of the "template" and the "adapter", if there is one. mapping, sides:
-    see `Fitted`.
+    that are not copied, dropped or not selected. inexact: names of tensors that a mapping or a cast rounds.
+    companions, left_alone: see `bridge.core.formats.whole.companions`. conventions, remarks: see `plan.plan`. filled:
+    by name in the destination, the content of leaves that only the template has, see `template.py`. also_read: files
+    and digest, as of the source, of the "template" and the "adapter". mapping, sides: see `Fitted`.
     """
 
     source: Path | str
@@ -234,7 +232,7 @@ def planned(
             objects,
             kinds,
             (*left_out, *plan.dropped),
-            plan.inexact,
+            tuple(name for name, made in outputs.items() if made.rounds or name in plan.inexact),
             _companions(whole, unread, options),
             conventions=plan.conventions,
             remarks=(*found, *plan.remarks, *(changed.remarks if isinstance(changed, MergedReader) else ())),
@@ -328,6 +326,8 @@ def _chosen(
         if table is not None:
             # A part of a model may lack tensors that rules require, or that determine sizes.
             table = with_stored_sizes(table, held).part()
+    if template is not None or table is not None:
+        require_no_tensors(reader, reader.object_paths)
     if template is not None:
         order = options.optimizer_order
         fitted = template.fitted(reader, table, options.from_, options.into, target, order)

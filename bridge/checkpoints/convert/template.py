@@ -16,15 +16,17 @@ import dataclasses
 import glob
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from bridge.checkpoints.convert.leaf_names import is_count, is_state, moment_of, tells_of_state
+from bridge.checkpoints.convert.numbers import Number, number_of, stored_as, typed_as
 from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
-from bridge.checkpoints.ground.selection import STATE_ROOTS, root_of
+from bridge.checkpoints.ground.selection import readable_values
 from bridge.core.formats import Format, format_named, open_checkpoint
 from bridge.core.formats.orbax.item import StepMetadata, step_metadata
 from bridge.core.formats.stores.store import is_url, local_path
@@ -39,7 +41,7 @@ from bridge.core.formats.tensors.base import (
 from bridge.core.formats.tensors.leaves import LEAVES, empty_kind, kinds_of
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
 from bridge.core.formats.whole.composite import JoinedReader
-from bridge.core.mapping.language.conventions import MOMENTS, WORDS, Section, path_of_scales
+from bridge.core.mapping.language.conventions import path_of_scales
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.instance import View
@@ -57,15 +59,6 @@ from bridge.core.text import first_of
 
 _OWN = "template:"
 """Before the names of the template's leaves, among those of the source."""
-
-_STEPS = frozenset({"step", "count", "gradient_step"})
-"""Last keys of step counts: of torch, optax and MaxText; ``gradient_step`` of ``optax.MultiSteps``."""
-
-_ROOTS_OF_STEPS = OPTIMIZER_KEYS | {"step", "state", "param_groups", "train", "train_state"}
-"""First keys above step counts: elsewhere, as in random state, a count counts something else."""
-
-_MOMENT_OF: Mapping[str, Section] = {WORDS[moment]: moment for moment in MOMENTS} | {m: m for m in MOMENTS}
-"""Moments by the key that optax and torch give them."""
 
 _LISTS = frozenset({"params", "param_names"})
 """Keys of torch's parameter groups that only tell which weights a group has."""
@@ -138,7 +131,7 @@ class Template:
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
         assert plan.conventions is not None  # it has a mapping
         told, sides = plan.remarks, plan.conventions
-        if any(_moment_of(tensor.path) for tensor in plan.tensors.values()):
+        if any(moment_of(tensor.path) for tensor in plan.tensors.values()):
             # The template's state is read as strictly as a source's: its names may mean other values.
             convention = table.conventions[plan.conventions[0]]
             index = NameIndex(table.rules, tree.convention.name, moments=True)
@@ -196,6 +189,7 @@ class _Fit:
     casts: dict[str, np.dtype] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    without_place: list[str] = field(default_factory=list)
 
     def fitted(self) -> Fitted:
         for own, info in self.template.tensors.items():
@@ -203,7 +197,7 @@ class _Fit:
         for own, path in self.template.object_paths.items():
             if path not in (LEAVES, PLACES):
                 self._object(own, path)
-        dropped = (*self.plan.dropped, *self._without_place())
+        dropped = (*self.plan.dropped, *self.without_place, *self._without_place())
         self._require_equal_moments()
         if self.problems:
             raise CheckpointError(
@@ -217,17 +211,19 @@ class _Fit:
 
     def _tensor(self, own: str, info: TensorInfo) -> None:
         """Plan the destination's tensor at the path of the template's tensor ``own``."""
-        name = joined_name(info.path, self.to)
-        planned = self.plan.tensors.get(self._planned_name(info.path))
+        name, planned_name = joined_name(info.path, self.to), self._planned_name(info.path)
+        planned = self.plan.tensors.get(planned_name)
         content: View | DecodedView | np.ndarray
-        if planned is None:
-            step = self._step_at(info.path) if _is_count(info.path) and info.numel == 1 else None
+        if planned is None and (value := self._value_at(planned_name)) is not None:
+            content = self._stored(name, value, info)
+        elif planned is None:
+            step = self._step_at(info.path) if is_count(info.path) and info.numel == 1 else None
             if step is None:
                 content, self.filled[name] = identity(_OWN + own, info.shape, info.dtype), _UNCHANGED
             else:
-                content, self.filled[name] = self._count(name, step, info), f"the source's step, {step}"
-        elif _is_count(info.path) and info.numel == 1:
-            content = self._count(name, self._value(planned), info)
+                content, self.filled[name] = self._stored(name, step, info), f"the source's step, {step}"
+        elif is_count(info.path) and info.numel == 1:
+            content = self._stored(name, self._number(planned), info)
         else:
             content = planned.content
             if planned.shape != info.shape:
@@ -244,37 +240,52 @@ class _Fit:
                 self.casts[glob.escape(name)] = info.dtype
         self.tensors[name] = PlannedTensor(name, info.path, content)
 
-    def _count(self, name: str, value: float, info: TensorInfo) -> np.ndarray:
-        content = np.full(info.shape, value, info.dtype)
-        if float(content.flat[0]) != value:
-            self.problems.append(f"{name}: expected a step that {info.dtype.name} can store, got {value:g}")
-        return content
+    def _stored(self, name: str, value: object, info: TensorInfo) -> np.ndarray:
+        stored = stored_as(number_of(value), info)
+        if stored is None:
+            self.problems.append(
+                f"{name}: expected a number that {info.dtype.name} of shape {list(info.shape)} can store, as in the "
+                f"template, got {value!r:.80}"
+            )
+        return np.zeros(info.shape, info.dtype) if stored is None else stored
 
     def _object(self, own: str, path: TreePath) -> None:
         """Plan the destination's object at the path of the template's object ``own``."""
         name, planned_name = joined_name(path, self.to), self._planned_name(path)
         value = value_of(self.template, own)
-        if (planned := self.plan.tensors.get(planned_name)) is not None:
-            self.notes[name] = (
-                path,
-                type(value)(self._value(planned)) if isinstance(value, int | float) else value,
-            )
-        elif _is_count(path) and isinstance(value, int | float) and (step := self._step_at(path)) is not None:
-            self.notes[name], self.filled[name] = (path, type(value)(step)), f"the source's step, {step}"
-        elif planned_name in self.plan.objects and path[-1] not in _LISTS and empty_kind(value) is None:
-            self.objects[name] = path, self.plan.objects[planned_name][1]
-        elif planned_name in self.plan.notes and path[-1] not in _LISTS and empty_kind(value) is None:
-            self.notes[name] = path, self.plan.notes[planned_name][1]
-        else:
+        planned, given = self.plan.tensors.get(planned_name), self._value_at(planned_name)
+        if path[-1] in _LISTS or (given is None and planned is None):
+            step = self._step_at(path) if is_count(path) and isinstance(value, int | float) else None
+            if step is not None:
+                self.notes[name], self.filled[name] = (path, step), f"the source's step, {step}"
+                return
             self.objects[name] = path, _OWN + own
             if empty_kind(value) is None and path[-1] not in _LISTS:
                 self.filled[name] = _UNCHANGED
+        elif self.to == "orbax" and empty_kind(value) is not None:
+            # Orbax restores an empty leaf only as an empty leaf.
+            self.objects[name] = path, _OWN + own
+            self.without_place += planned.sources if planned is not None else (planned_name,)
+        elif planned is not None and isinstance(value, int | float):
+            typed = typed_as(self._number(planned), value)
+            if typed is None:
+                self.problems.append(
+                    f"{name}: expected a number that {type(value).__name__} can hold, as in the template, got "
+                    f"{self._number(planned)!r} of shape {list(planned.shape)}"
+                )
+            self.notes[name] = path, typed
+        elif planned is not None:
+            self.tensors[name] = PlannedTensor(name, path, planned.content)
+        elif planned_name in self.plan.objects:
+            self.objects[name] = path, self.plan.objects[planned_name][1]
+        else:
+            self.notes[name] = path, given
 
     def _without_place(self) -> Iterator[str]:
         """The names of what the template has no place for. A weight without a place is a problem."""
         placed = {self._planned_name(info.path) for info in self.template.tensors.values()}
         placed |= {self._planned_name(path) for path in self.template.object_paths.values()}
-        without_place: dict[str, str] = {}
+        weights: dict[str, str] = {}
         # A cast decodes moments with scales, and then drops the scales.
         scales = {
             path_of_scales(tensor.path) for tensor in self.plan.tensors.values() if tensor.name in placed
@@ -284,21 +295,22 @@ class _Fit:
                 continue
             if tensor.path in scales:
                 self.tensors[name] = tensor
-            elif _moment_of(tensor.path) is None and not _is_state(tensor.path):
-                without_place[name] = first_of(tensor.sources)
+            elif moment_of(tensor.path) is None and not is_state(tensor.path):
+                weights[name] = first_of(tensor.sources)
             else:
                 yield from tensor.sources or (name,)
-        if without_place:
+        if weights:
             self.problems.append(
-                f"{first_of(without_place, _MOST_PROBLEMS)}: expected a place in the template for the weights "
-                f"{first_of(without_place.values(), 2)}, found none; leave weights out that the other program does not "
-                f"have (--drop {next(iter(without_place.values()))!r})"
+                f"{first_of(weights, _MOST_PROBLEMS)}: expected a place in the template for the weights "
+                f"{first_of(weights.values(), 2)}, found none; leave weights out that the other program does not "
+                f"have (--drop {next(iter(weights.values()))!r})"
             )
         for name, (path, old) in self.plan.objects.items():
             if name in placed:
                 continue
-            if empty_kind(value_of(self.source, old)) is not None:
-                continue
+            with suppress(CheckpointError):
+                if empty_kind(self.source.objects[old]) is not None:
+                    continue
             # Orbax keeps other values outside an item's tree, where no program restores them.
             if self.to == "orbax" and (
                 not isinstance(self.template, JoinedReader) or path[0] in self.template.parts
@@ -315,7 +327,7 @@ class _Fit:
         own_paths = (self._planned_path(info.path) for info in self.template.tensors.values())
         for owners, of_side in zip(sides, (paths, own_paths), strict=True):
             for path in of_side:
-                if (moment := _moment_of(path)) is not None:
+                if (moment := moment_of(path)) is not None:
                     owners.setdefault(moment[0], set()).add(moment[1])
         ours, theirs = sides
         self.problems += [
@@ -333,19 +345,36 @@ class _Fit:
     def _planned_name(self, path: TreePath) -> str:
         return joined_name(self._planned_path(path), self.to)
 
-    def _value(self, tensor: PlannedTensor) -> float:
-        return float(tensor.read(self.source, Box.whole(tensor.shape)).item())
+    def _value_at(self, planned_name: str) -> object:
+        """The source's value for a leaf, if the source has no tensor for it; None if it has no value, or an empty one.
+
+        CheckpointError if the value cannot be read.
+        """
+        value: object = None
+        if planned_name in self.plan.objects:
+            old = self.plan.objects[planned_name][1]
+            value = readable_values(self.source, [old])[old]
+        elif planned_name in self.plan.notes:
+            value = self.plan.notes[planned_name][1]
+        return None if empty_kind(value) is not None else value
+
+    def _number(self, tensor: PlannedTensor) -> Number | None:
+        """The only element of a tensor; None for several elements."""
+        whole = Box.whole(tensor.shape)
+        return number_of(tensor.read(self.source, whole).flat[0]) if whole.numel == 1 else None
 
     def _step_at(self, path: TreePath) -> int | None:
         """The source's step for a count at ``path`` that the source lacks; None if the template's count is kept.
 
-        A count is kept if all arrays next to it and below are the template's, because their state begins anew.
+        A count is kept if all values next to it and below are the template's, because their state begins anew.
         """
         node = path[:-2] if path[-1] == "value" else path[:-1]
-        arrays = [
-            info for info in self.template.tensors.values() if info.shape and info.path[: len(node)] == node
+        others = [
+            info
+            for info in self.template.tensors.values()
+            if info.path[: len(node)] == node and tells_of_state(info)
         ]
-        if arrays and not any(self._planned_name(info.path) in self.plan.tensors for info in arrays):
+        if others and not any(self._planned_name(info.path) in self.plan.tensors for info in others):
             return None
         if len(self._steps) > 1:
             (first, one), (second, other) = list(self._steps.items())[:2]
@@ -360,25 +389,6 @@ class _Fit:
         """A planned count for each different step of the source's optimizer."""
         values: dict[int, str] = {}
         for name, tensor in self.plan.tensors.items():
-            if _is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS:
-                values.setdefault(int(self._value(tensor)), name)
+            if is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS:
+                values.setdefault(int(self._number(tensor) or 0), name)  # type: ignore[arg-type]  # of a real dtype
         return {name: value for value, name in values.items()}
-
-
-def _is_state(path: TreePath) -> bool:
-    """Whether something is the program's own state, such as random state anywhere in the tree, not a weight."""
-    return root_of(path) in STATE_ROOTS or not {"rng", "rngs"}.isdisjoint(path)
-
-
-def _is_count(path: TreePath) -> bool:
-    last = path[-2] if len(path) > 1 and path[-1] == "value" else path[-1]
-    return str(last).rpartition(".")[2] in _STEPS and root_of(path) in _ROOTS_OF_STEPS
-
-
-def _moment_of(path: TreePath) -> tuple[TreePath, Section] | None:
-    """What a moment belongs to, as its path without the moment's key, and the moment; None for other tensors."""
-    keys = tuple(part for key in path for part in str(key).split("."))
-    if keys[0] not in OPTIMIZER_KEYS and "state" not in keys:
-        return None
-    place = next((k for k in reversed(range(len(keys))) if keys[k] in _MOMENT_OF), None)
-    return None if place is None else ((*keys[:place], *keys[place + 1 :]), _MOMENT_OF[keys[place]])

@@ -70,6 +70,11 @@ class Output:
         return self.planned.shape
 
     @property
+    def rounds(self) -> bool:
+        """Whether the cast may round."""
+        return not np.can_cast(self.planned.dtype, self.dtype)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements, as written."""
         return Box.whole(self.shape).numel * self.dtype.itemsize

@@ -100,7 +100,7 @@ class SelectedReader(WrappingReader):
             # None and empty containers among the weights belong to their tree.
             kinds = tree_kinds(reader)
             values = [name for name in reader.object_paths if name in wanted and kinds.get(name) not in EMPTY]
-            _require_no_tensors(reader, values)
+            require_no_tensors(reader, values)
             wanted -= {*values}
         self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
         self.tensors = {name: info for name, info in reader.tensors.items() if name in wanted}
@@ -150,8 +150,11 @@ def readable_values(reader: CheckpointReader, names: Iterable[str]) -> dict[str,
     )
 
 
-def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
-    """CheckpointError if any of these values is a weight that cannot be read, such as a DTensor of torch.save."""
+def require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
+    """CheckpointError if any of these values is a weight that cannot be read, such as a DTensor of torch.save.
+
+    Without the check, a mapping or a template finds no tensor of that name, and does not say why.
+    """
     closed = {}
     for name in names:
         try:
@@ -162,7 +165,7 @@ def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
                 closed[name] = error.reason
     if closed:
         raise CheckpointError(
-            f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: "
+            f"{reader.path}: expected weights that can be read, found {some_with_reasons(closed)}: "
             f"save them as plain tensors, or leave them out ({drop_options([*closed])})"
         )
 

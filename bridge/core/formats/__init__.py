@@ -43,21 +43,10 @@ from bridge.core.long_calls import collection_paused
 from bridge.core.text import first_of
 
 __all__ = [
-    "FORMATS",
-    "READ_ONLY_FORMATS",
-    "Attempt",
-    "Box",
-    "CheckpointError",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "Format",
-    "TreePath",
-    "create_checkpoint",
-    "detect_format",
-    "format_named",
-    "items_of_each",
-    "open_checkpoint",
-]
+    "FORMATS", "READ_ONLY_FORMATS", "Attempt", "Box", "CheckpointError", "CheckpointReader",
+    "CheckpointWriter", "Format", "TreePath", "create_checkpoint", "detect_format", "format_named",
+    "items_of_each", "open_checkpoint",
+]  # fmt: skip
 
 Format: TypeAlias = Literal["dcp", "orbax", "safetensors"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)

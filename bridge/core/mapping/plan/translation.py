@@ -166,10 +166,13 @@ class _Planner:
         """
         between_trees = self.source.is_tree and self.target.is_tree
         carried, unmatched, numbered = [], [], set[TreePath]()
+        has_root = not self.source.places["weights"].startswith(WEIGHT)
         for info in self.tree.others.values():
             if info.name in refused_names:
                 continue
-            if beside_weights.is_carried(info, between_trees=between_trees):
+            # Next to the root of the weights, a number is one of the program's own, such as an epoch.
+            is_number = has_root and len(info.path) == 1 and not info.shape
+            if is_number or beside_weights.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
                 carried.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
             elif not is_numbered(info.path):

@@ -63,6 +63,9 @@ def _weights(reader: CheckpointReader) -> frozenset[_Keys]:
             of_states.add(keys[keys.index("state") + 1 : -1])
         elif keys[0] not in OPTIMIZER_KEYS and not is_carried(info, between_trees=False):
             names.append(keys[:-1] if keys[-1] == "value" and len(keys) > 1 else keys)
+    if any(keys[0] in _ROOTS and len(keys) > 1 for keys in names):
+        # Next to the root of the weights is the program's own state, such as an epoch.
+        names = [keys for keys in names if len(keys) > 1]
     choices = [frozenset(names)]
     while names and all(len(keys) > 1 and keys[0] == names[0][0] for keys in names) and names[0][0] in _ROOTS:
         names = [keys[1:] for keys in names]
