@@ -136,6 +136,9 @@ def wrapped(state: dict[str, Any], how: str) -> dict[str, Any]:
         "{}._orig_mod.{}",
         "{}._checkpoint_wrapped_module._orig_mod.{}",
         "_fsdp_wrapped_module.{}._fsdp_wrapped_module.{}",
+        "module.{}.{}",
+        "module._orig_mod.{}.{}",
+        "net.inner.{}.{}",
     ],
 )
 def test_wrapped_names_are_the_models_own(tmp_path: Path, how: str, file: str) -> None:
@@ -166,7 +169,7 @@ def test_without_a_mapping_names_stay(tmp_path: Path) -> None:
         assert [*reader.tensors] == ["_orig_mod.a.weight"]
 
 
-@pytest.mark.parametrize("how", ["_orig_mod.{}.{}", "{}._checkpoint_wrapped_module.{}"])
+@pytest.mark.parametrize("how", ["_orig_mod.{}.{}", "{}._checkpoint_wrapped_module.{}", "module.{}.{}"])
 def test_a_template_keeps_its_wrapped_names(tmp_path: Path, how: str) -> None:
     state = state_dict(torch.tensor(3.0))
     dcp.save(state, checkpoint_id=tmp_path / "plain")

@@ -116,6 +116,16 @@ def _load_lightning(model: Model, optimizer: torch.optim.Optimizer, state: State
     )
 
 
+def _in_ddp(model: Model, optimizer: torch.optim.Optimizer) -> State:
+    state = _numbered(_same)(model, optimizer)
+    return {**state, "model": {f"module.{name}": value for name, value in state["model"].items()}}
+
+
+def _load_in_ddp(model: Model, optimizer: torch.optim.Optimizer, state: State) -> None:
+    weights = {name.removeprefix("module."): value for name, value in state["model"].items()}
+    _load_numbered(model, optimizer, {**state, "model": weights})
+
+
 def _same(step: torch.Tensor) -> torch.Tensor:
     return step
 
@@ -131,4 +141,5 @@ LAYOUTS = (
         "step in the group", _numbered(lambda step: int(step), in_group=True), _load_numbered, numbered=True
     ),
     Layout("Lightning", _lightning, _load_lightning, numbered=True),
+    Layout("in DistributedDataParallel", _in_ddp, _load_in_ddp, numbered=True),
 )

@@ -1,6 +1,7 @@
 """State dicts as plain torch writes them: names without wrappers, and a scalar for each step count.
 
 model.layers.0._checkpoint_wrapped_module._orig_mod.up.weight      model.layers.0.up.weight
+optimizer.state.module.layers.0.up.weight.exp_avg                  without DDP's module., or another module around all
 
 optimizer.state.0.step              3                   torch before 1.12, many third-party optimizers
 optimizer.param_groups.0.step       3                   one for all weights of a group, as in apex
@@ -18,6 +19,7 @@ import numpy as np
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
 from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.states.source_tree import NameIndex
 
 _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"
@@ -36,7 +38,7 @@ def with_plain_states(reader: CheckpointReader, mapping: MappingTable) -> Checkp
     if reader.format not in _STATE_DICTS:
         return reader
     if paths := plain_paths(reader, mapping):
-        reader = PlainNames(reader, paths)
+        reader = PlainNames(reader, paths, _front(_paths(reader), mapping))
     values = dict(_of_weights(reader))
     known = {info.path for info in reader.tensors.values()} | values.keys()
     values |= {path: value for path, value in _of_groups(reader) if path not in known}
@@ -49,10 +51,11 @@ def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[Tree
 
     Empty if no name has a wrapper, if rules of the mapping name one, and if two paths would become equal.
     """
-    if not any(map(_WRAPPER.search, (*reader.tensors, *reader.object_paths))):
+    paths = _paths(reader)
+    front = _front(paths, mapping) if reader.format in _STATE_DICTS else ""
+    if not front and not any(map(_WRAPPER.search, (*reader.tensors, *reader.object_paths))):
         return {}
-    paths = [*(info.path for info in reader.tensors.values()), *reader.object_paths.values()]
-    plain = {path: tuple(map(_plain, path)) for path in paths}
+    plain = {path: tuple(_plain(key, front) for key in path) for path in paths}
     if len({".".join(map(str, path)) for path in plain.values()}) < len(paths):
         return {}
     entries = (
@@ -61,15 +64,44 @@ def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[Tree
     return {} if any(_WRAPPER.search(entry.path.text) for entry in entries) else plain
 
 
-def _plain(key: str | int) -> str | int:
-    return _WRAPPER.sub("", key) if isinstance(key, str) else key
+def _paths(reader: CheckpointReader) -> list[TreePath]:
+    return [*(info.path for info in reader.tensors.values()), *reader.object_paths.values()]
+
+
+def _plain(key: str | int, front: str) -> str | int:
+    if not isinstance(key, str):
+        return key
+    return re.sub(rf"^((?:state|param_groups)\.)?{re.escape(front)}", r"\1", _WRAPPER.sub("", key))
+
+
+def _front(paths: Sequence[TreePath], mapping: MappingTable) -> str:
+    """What stands before all names of weights that rules have, where optimizer states repeat it; else empty."""
+    inside = [path[path.index(_STATE) + 1] for path in paths if _STATE in path[:-1]]
+    inside += [key[6:] for path in paths for key in path if isinstance(key, str) and key.startswith("state.")]
+    of_states = {_WRAPPER.sub("", str(key)) for key in inside}
+    known = [NameIndex(mapping.rules, side) for side in mapping.conventions]
+    fronts = set()
+    for path in paths if of_states else ():
+        key = _WRAPPER.sub("", str(path[-1]))
+        cuts = (
+            [0, *(dot.end() for dot in re.finditer(r"\.", key))]
+            if len(path) > 1 and _STATE not in path
+            else []
+        )
+        fronts |= {*[key[:cut] for cut in cuts if any(index.knows(key[cut:]) for index in known)][:1]}
+    front = fronts.pop() if len(fronts) == 1 else ""
+    return front if any(key.isdecimal() or key.startswith(front) for key in of_states) else ""
 
 
 class PlainNames(AlteredReader):
-    """``reader`` with the tree paths that ``paths`` gives for its own, and with names that follow from these paths."""
+    """``reader`` with the tree paths that ``paths`` gives for its own, and with names that follow from these paths.
 
-    def __init__(self, reader: CheckpointReader, paths: Mapping[TreePath, TreePath]) -> None:
+    front: see `_front`.
+    """
+
+    def __init__(self, reader: CheckpointReader, paths: Mapping[TreePath, TreePath], front: str = "") -> None:
         super().__init__(reader)
+        self._front = front
         old = {name: info.path for name, info in reader.tensors.items()} | dict(reader.object_paths)
         plain = {name: ".".join(map(str, paths[path])) for name, path in old.items()}
         self._owns = {plain[name]: name for name in old}
@@ -89,8 +121,8 @@ class PlainNames(AlteredReader):
     def _object(self, name: str) -> object:
         value = self._reader.objects[self._owns[name]]
         # A group of a state dict with names lists the names of its weights.
-        if self.object_paths[name][-1] == "params" and isinstance(value, list):
-            return [*map(_plain, value)]
+        if self.object_paths[name][-1] in ("params", "param_names") and isinstance(value, list):
+            return [_plain(key, self._front) for key in value]
         return value
 
 
