@@ -177,8 +177,7 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     """``{path: value}``, whole and replicated on every device, from arrays such as ``state.weights``.
 
     Gradients and moments contain no frozen parameters, so the result contains none. For a train state the result
-    contains its weights and the model's other variables (batch statistics, random streams); ``plan.merge`` accepts both
-    together.
+    contains its weights and the model's other variables (batch statistics, random streams); ``plan.merge`` takes both.
     """
     check_context()
     if isinstance(buffers, TrainState):

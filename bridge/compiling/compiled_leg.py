@@ -1,8 +1,7 @@
 """Compile a step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
 
 ``python -m bridge.compiling.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
-programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as at run
-time.
+programs are compiled for shapes. The two programs of a step, gradients and update, are compiled apart, as at run time.
 """
 
 from __future__ import annotations

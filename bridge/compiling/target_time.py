@@ -29,18 +29,9 @@ from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
 HEADINGS = (
-    "policy",
-    "target",
-    "engine",
-    "ms a step",
-    "products",
-    "memory",
-    "exposed",
-    "of transfers",
-    "tokens/s",
-    "MFU",
-    "HFU",
-)
+    "policy", "target", "engine", "ms a step", "products", "memory", "exposed", "of transfers", "tokens/s",
+    "MFU", "HFU",
+)  # fmt: skip
 LEFT = 3
 """The number of columns with words, which are aligned left."""
 PRICE = "$/M tokens"

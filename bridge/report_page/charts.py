@@ -17,17 +17,9 @@ if TYPE_CHECKING:
 SVG = "{http://www.w3.org/2000/svg}"
 # A figure's black, white and grey become the page's ink, paper and rules, which differ in the dark.
 _VARIABLES = {
-    "#000000": "ink",
-    "#ffffff": "paper",
-    "#eeeeee": "card",
-    "#b0b0b0": "rule",
-    "#c9d3de": "band",
-    "#e6ebf0": "wide",
-    "#9aa7b4": "line",
-    "#5b7690": "bar",
-    "#9c4a7b": "beyond",
-    "#b84a00": "begin",
-}
+    "#000000": "ink", "#ffffff": "paper", "#eeeeee": "card", "#b0b0b0": "rule", "#c9d3de": "band",
+    "#e6ebf0": "wide", "#9aa7b4": "line", "#5b7690": "bar", "#9c4a7b": "beyond", "#b84a00": "begin",
+}  # fmt: skip
 
 
 def inline_svg(figure: Figure, caption: str, tips: Mapping[str, Sequence[str]] | None = None) -> Markup:

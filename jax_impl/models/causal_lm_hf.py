@@ -275,20 +275,10 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
 
 
 _FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "mistral": _mistral,
-    "granite": _granite,
-    "olmo2": _olmo2,
-    "olmo3": _olmo3,
-    "phi3": _phi3,
-    "gpt_neox": _gpt_neox,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3_text,
-    "gpt2": _gpt2,
-}
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "mixtral": _mixtral, "mistral": _mistral,
+    "granite": _granite, "olmo2": _olmo2, "olmo3": _olmo3, "phi3": _phi3, "gpt_neox": _gpt_neox,
+    "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gpt2": _gpt2,
+}  # fmt: skip
 
 
 # Gemma 3 files with images omit keys of their text_config; these are the defaults of the class.

@@ -38,22 +38,11 @@ _aten = torch.ops.aten
 _SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
 # Element-wise, but torch does not tag them so.
 _LIKE = {
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.full_like.default,
-    _aten.empty_like.default,
-    _aten.zero_.default,
-    _aten.fill_.Scalar,
-    _aten.fill_.Tensor,
-    _aten.copy_.default,
-    _aten.masked_fill_.Scalar,
-    _aten.masked_fill_.Tensor,
-    _aten.floor_divide.default,
-    _aten.floor_divide_.Tensor,
-    _aten.hardswish.default,
-}
+    _aten.clone.default, _aten._to_copy.default, _aten.zeros_like.default, _aten.ones_like.default,
+    _aten.full_like.default, _aten.empty_like.default, _aten.zero_.default, _aten.fill_.Scalar,
+    _aten.fill_.Tensor, _aten.copy_.default, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor,
+    _aten.floor_divide.default, _aten.floor_divide_.Tensor, _aten.hardswish.default,
+}  # fmt: skip
 # These commute with the sum, so they are correct on its terms.
 _RIGHT_ON_PARTIAL = {
     _aten.zero_.default,

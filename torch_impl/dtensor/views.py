@@ -28,14 +28,9 @@ from torch_impl.dtensor.tensor import wrap_rows
 _aten = torch.ops.aten
 
 _RESHAPES = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.expand.default,
-    _aten.squeeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.unsqueeze.default,
-}
+    _aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.squeeze.default,
+    _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
+}  # fmt: skip
 # With the names of their arguments after the tensor.
 _PARTS = {
     _aten.slice.Tensor: ("dim", "start", "end", "step"),

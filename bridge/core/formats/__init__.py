@@ -68,8 +68,7 @@ def format_named(name: str) -> Format:
 def detect_format(path: str | os.PathLike[str]) -> str:
     """One of FORMATS or READ_ONLY_FORMATS, from the names of the files in the directory, or of the file itself.
 
-    Raises FileNotFoundError (no such path), NotADirectoryError (some other file), CheckpointError (half-written, or
-    unknown).
+    Raises FileNotFoundError (no such path), NotADirectoryError (other file), CheckpointError (half-written, unknown).
     """
     where = path if isinstance(path, StorePath) else Path(path)
     if not where.exists():

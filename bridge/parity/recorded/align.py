@@ -9,8 +9,7 @@ Convolutions (NCHW and NHWC) and split heads need no hint from the caller::
 Shapes allow one way, or several ways if sizes are equal (square images, as many heads as tokens). Then values decide,
 if one way leaves less than half of the distance of every other way. If the arrays differ in another respect, no way
 stands out, and noise must not choose: then the ways of other arrays decide (``known``), and after them the usual order.
-A way has a ``doubt`` if only the usual order chose it, or if values chose it against the usual order: it may also be a
-mistake.
+A way has a ``doubt`` if only the usual order chose it, or if values chose it against that order: it may be a mistake.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ def capture_sharded(
 
     The trace equals that of one process with all rows: activations of all ranks, concatenated in rank order, whole
     parameters and gradients, the mean loss. ``batch``: this rank's own rows, the same number on all ranks, as in
-    training; ranks of one tensor-parallel group pass the same rows. ``loss``: a mean over rows, as data parallelism
-    requires.
+    training; ranks of one tensor-parallel group pass the same rows. ``loss``: a mean over rows.
 
     The model runs in its own precision, which ``dtype`` names, and must not have gradients yet; its weights and buffers
     are restored afterwards. ``reference``: the model in float64, sharded in the same way; it gets the model's weights.

@@ -268,8 +268,7 @@ def make_plan(
     model, policy: objects, or names as ``resolve_models`` and ``load_policy`` take them.
     device: the device whose bytes at rest the plan gives; None: the first of the devices that hold the most.
 
-    Raises ``PlanError`` if the policy does not fit the model or the devices, and if the runtime cannot run the
-    optimizer.
+    Raises ``PlanError`` if the policy does not fit the model or devices, or the runtime cannot run the optimizer.
     """
     if isinstance(model, str):
         model = resolve_models(model, (runtime,))[runtime]

@@ -69,15 +69,9 @@ from bridge.planning.cost.at_rest import AtRest
 from bridge.planning.cost.peak_steps import Step, StepUnit
 
 TERMS = (
-    "main_weights",
-    "moments",
-    "compute_weights",
-    "gathered_weights",
-    "gradients",
-    "gradient_buffers",
-    "activations",
-    "segment",
-)
+    "main_weights", "moments", "compute_weights", "gathered_weights", "gradients", "gradient_buffers",
+    "activations", "segment",
+)  # fmt: skip
 ACTIVATIONS = ("activations", "segment")
 """The terms for activations."""
 

@@ -155,8 +155,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         there = held + sum(unit.micro for path, unit in sizes.items() if path in done or path in looping)
         saved = saved_before(steps, index)
         whole = all(sizes[path].whole for path in running)
-        # Without a barrier between forward and backward, XLA makes constants, and what the loss scatters, before they
-        # are read.
+        # Without a barrier between forward and backward, XLA makes constants, and what the loss scatters, too early.
         early = step.needed.fixed_saved if step.stack else 0
         early = step.needed.largest if index == len(steps) - 1 else early
         yield (

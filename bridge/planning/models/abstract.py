@@ -12,8 +12,7 @@ def abstract_module(make: Callable[[Any], Any]) -> Any:
     """``nnx.eval_shape`` of ``make(rngs)``.
 
     A stream of random numbers counts its keys. If the count is traced, flax asks it for a sharding each time, and JAX
-    goes through the whole trace to word the refusal: quadratic in the number of parameters. So the counts are NumPy
-    arrays here.
+    goes through the whole trace to word the refusal: quadratic in the number of parameters. So counts are NumPy arrays.
     """
     nnx, np = framework("flax.nnx"), framework("numpy")
 

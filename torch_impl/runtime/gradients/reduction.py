@@ -15,8 +15,7 @@ has rows there or not. A parameter that no rank used gets no gradient. The reaso
 so ranks must hold gradients of the same parameters. "Ranks" means the ranks of the group's mesh. Ranks that hold other
 parts of a parameter, by tensor or expert parallelism, are not asked, and must use the same parameters. The buffer that
 is reduced has a flag for each parameter (``buffer``). The flag is 1 on ranks that used the parameter in this microbatch
-or in one whose sums wait. Any sum of flags except 0 means used, however it is rounded. Hooks of the program do not see
-flags.
+or in one whose sums wait. Any sum of flags except 0 means used, however it is rounded. Hooks do not see flags.
 """
 
 from __future__ import annotations

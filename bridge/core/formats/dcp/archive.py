@@ -50,19 +50,12 @@ _MAX_ENTRIES = 4096
 _AROUND: Final = 64 << 10
 
 STORAGES: Mapping[str, str] = {
-    "torch.DoubleStorage": "float64",
-    "torch.FloatStorage": "float32",
-    "torch.HalfStorage": "float16",
-    "torch.BFloat16Storage": "bfloat16",
-    "torch.LongStorage": "int64",
-    "torch.IntStorage": "int32",
-    "torch.ShortStorage": "int16",
-    "torch.CharStorage": "int8",
-    "torch.ByteStorage": "uint8",
-    "torch.BoolStorage": "bool",
-    "torch.ComplexFloatStorage": "complex64",
+    "torch.DoubleStorage": "float64", "torch.FloatStorage": "float32", "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16", "torch.LongStorage": "int64", "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16", "torch.CharStorage": "int8", "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool", "torch.ComplexFloatStorage": "complex64",
     "torch.ComplexDoubleStorage": "complex128",
-}
+}  # fmt: skip
 UNTYPED = "torch.storage.UntypedStorage"
 REBUILD = "torch._utils._rebuild_tensor_v2"
 REBUILD_UNTYPED = "torch._utils._rebuild_tensor_v3"

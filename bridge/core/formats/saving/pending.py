@@ -109,8 +109,7 @@ def finished(path: Path) -> PendingSave:
 def settle() -> None:
     """Wait for the save that this process started last.
 
-    Raises ``CheckpointError``, with the path and the reason, if that save failed and neither ``wait`` nor an earlier
-    call said so.
+    Raises ``CheckpointError``, with the path and the reason, if that save failed and no earlier call said so.
     """
     if _latest is not None:
         _latest.settle()

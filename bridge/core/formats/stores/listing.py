@@ -4,8 +4,7 @@
     s3://bucket/runs/step_40/d/3f2a  StorePath, a file of it
 
 Format readers use such a path like a path on this machine: they use its name, parent, children and size, and the bytes
-of small files. `StoredReader` is the checkpoint, opened by its format's reader. Only `FileRanges` sends requests to the
-store.
+of small files. `StoredReader` is the checkpoint, opened by its format's reader. Only `FileRanges` sends requests.
 """
 
 from __future__ import annotations

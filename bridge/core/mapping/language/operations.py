@@ -16,8 +16,7 @@ Padding means rows that one convention has and another lacks:
 
 MaxText rounds a vocabulary up, and no token uses the additional rows. For a convention with such an axis, they are
 written as zeros, as many as the axis has: none, if no size is given. For a convention without the axis, they are left
-out. Then they must be zeros, unless the caller gave the size of the axis: training changes the logits of all rows, and
-so the rows.
+out. Then they must be zeros, unless the caller gave the size of the axis: training changes the logits of all rows.
 """
 
 from __future__ import annotations

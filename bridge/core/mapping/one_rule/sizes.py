@@ -9,8 +9,7 @@ The first text that `config.json` can answer gives the size: a number, a field, 
 field or a number, rounded down with "//". With "if", it applies if that field is true or a text; with "if not", if the
 field exists and is false; with "if ... is", if the field is one of these texts. "unclear" ends the search without a
 size. The size counts only if the mapping's [axes] gives none, and the caller's size must be equal. A mapping for
-certain models (`table.py`) refuses others. The file's statement about tied embeddings is compared with the weights
-(`tied.py`).
+certain models (`table.py`) refuses others. What it says of tied embeddings is compared with the weights (`tied.py`).
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     only: the convention, if it is known. If no convention fits, the one that finds most is returned, so that an error
     can list the missing tensors.
 
-    Raises MappingError, beginning with the mapping's name, if two conventions fit equally, or weights are in two
-    places.
+    Raises MappingError, beginning with the mapping's name, if two conventions, or two places of the weights, fit.
     """
     tensors = list(tensors)
     names = list(mapping.conventions)
@@ -277,8 +276,7 @@ def _places(
     """The place of the weights, and other possible places.
 
     It is the place where all required rules find a tensor; else the usual place, or the place with the most tensors.
-    For a part of a model, which no rule requires, it is the place with the most tensors: short names occur in many
-    places.
+    For a part of a model, which no rule requires, it is the place with the most tensors, since short names recur.
     """
     whole = [prefix for prefix, weights in places.items() if complete(_used(weights, index, mapping), needs)]
     if not any(needs.values()):

@@ -9,8 +9,7 @@ the ranks gather bytes, and dequantize them into the dtype of forward and backwa
 
 A *block* is 32 consecutive elements of a row (``bridge.core.sharding.layout.rows``); the last block of a row may be
 shorter. Shard boundaries never cut a row, so each rank's payload and scales equal those of the whole tensor, byte for
-byte. The scale of a whole tensor needs the largest magnitude on all ranks: one all-reduce per group, of a float32 per
-tensor.
+byte. The scale of a whole tensor needs the largest magnitude on all ranks: an all-reduce of a float32 per tensor.
 
 The arithmetic, on float32 values and their magnitude ``amax`` (the largest of the block or tensor, NaN not counted)::
 
