@@ -83,12 +83,18 @@ def jax_steps(optimizer: Any, params: Any, state: Any, first: int, stop: int) ->
 
 
 def jax_reader(params: Any, state: Any) -> MemoryReader:
-    leaves, _ = jax.tree_util.tree_flatten_with_path({"params": params, "opt_state": state})
+    """As Orbax has them: a state without arrays is None."""
 
-    def text(key: Any) -> str:
-        return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))))
+    def is_empty(node: Any) -> bool:
+        return hasattr(node, "_fields") and not jax.tree.leaves(node)
 
-    return MemoryReader("orbax", {"/".join(map(text, path)): np.asarray(leaf) for path, leaf in leaves})
+    leaves = jax.tree.leaves_with_path({"params": params, "opt_state": state}, is_leaf=is_empty)
+    keys = {
+        tuple(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path): leaf
+        for path, leaf in leaves
+    }
+    arrays = {"/".join(map(str, path)): np.asarray(leaf) for path, leaf in keys.items() if not is_empty(leaf)}
+    return MemoryReader("orbax", arrays, {path: None for path, leaf in keys.items() if is_empty(leaf)})
 
 
 def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
@@ -339,10 +345,17 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: optax.contrib.prodigy(RATE),
     ),
     "adan": (r"another optimizer \(g, m, n of a/kernel", lambda: optax.adan(RATE)),
+    "lars": (r"optax\.lars or another chain .* \(trace of a/kernel", lambda: optax.lars(RATE)),
+    "trace last": (
+        r"optax\.lars or another chain .* \(trace of a/kernel",
+        lambda: optax.chain(optax.clip(1.0), optax.chain(optax.scale(-RATE), optax.trace(0.9))),
+    ),
 }
 
 
-@pytest.mark.fast_cases("amsgrad", "rmsprop, momentum", "adafactor", "lion", "schedule-free", "prodigy")
+@pytest.mark.fast_cases(
+    *("amsgrad", "rmsprop, momentum", "adafactor", "lion", "schedule-free", "prodigy", "lars", "trace last")
+)
 @pytest.mark.parametrize("state_name", REFUSED_OPTAX)
 def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(state_name: str) -> None:
     message, make = REFUSED_OPTAX[state_name]
@@ -350,6 +363,27 @@ def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(sta
     reader = jax_reader(params, jax.tree.map(np.asarray, make().init(params)))
     with pytest.raises(MappingError, match=message):
         make_plan(reader, "dcp", table())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda sgd: sgd(RATE),
+        lambda sgd: sgd(lambda count: RATE),
+        lambda sgd: optax.chain(optax.clip(1.0), sgd(RATE)),
+        lambda sgd: optax.chain(optax.clip(1.0), optax.trace(0.9), optax.scale(-RATE), optax.clip(1.0)),
+        lambda sgd: optax.chain(optax.clip(1.0), sgd(RATE), optax.ema(0.9)),
+        lambda sgd: optax.chain(optax.clip(1.0), optax.inject_hyperparams(sgd)(RATE)),
+        lambda sgd: optax.MultiSteps(sgd(RATE), 2),
+        lambda sgd: optax.apply_if_finite(sgd(RATE), 3),
+        lambda sgd: optax.chain(optax.clip(1.0), optax.masked(sgd(RATE), True)),
+    ],
+)
+def test_a_trace_that_the_rate_follows_is_sgds(make: Callable[[Any], Any]) -> None:
+    params = jax_tree(gradients(99))
+    optimizer = make(lambda rate: optax.sgd(rate, momentum=0.9))
+    plan = make_plan(jax_reader(params, jax.tree.map(np.asarray, optimizer.init(params))), "dcp", table())
+    assert {f"optimizer.state.{n}.weight.momentum_buffer" for n in SHAPES} <= plan.tensors.keys()
 
 
 def test_a_word_above_a_root_of_the_weights_tells_the_optimizer() -> None:

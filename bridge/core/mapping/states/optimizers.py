@@ -85,6 +85,9 @@ def refused(
         )
         return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(source, crossing)]
+    if tree and crossing:
+        every = [*(info.path for info in source.others.values()), *paths.values()]
+        kept += _from_ends_of_chains(source, every)
     others = ((info.name, info.path) for info in source.others.values())
     if tree:
         kept += _from_tree(others, index)
@@ -165,6 +168,19 @@ def _from_sections(source: SourceTree, crossing: bool) -> Iterator[_Kept]:
         if tree and not (first and second):
             word = "mu" if first else "nu"
             yield from ((_ALONE[word], word, weight, "") for weight in (*first, *second))
+
+
+def _from_ends_of_chains(source: SourceTree, others: Iterable[TreePath]) -> Iterator[_Kept]:
+    """Traces in the last part of a chain: of optax.sgd, the learning rate follows, of optax.lars, it came before."""
+    parts = {tuple(map(str, path[:k])) for path in others for k in range(2, len(path) + 1)}
+    for state in source.states:
+        for weight, info in state.sections.get("momentum_buffer", {}).items():
+            keys = tuple(map(str, info.path))
+            *chain, part = keys[: keys.index("trace")] if "trace" in keys else (*keys, "")
+            # A checkpoint without the parts before does not show empty parts.
+            shown = part.isdecimal() and (*chain, "0") in parts
+            if shown and (*chain, str(int(part) + 1)) not in parts:
+                yield _ALONE["trace"], "trace", weight, ""
 
 
 def _from_tree(others: Iterable[tuple[str, TreePath]], index: NameIndex) -> Iterator[_Kept]:
