@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from optax import chain
 
-from bridge import CheckpointError, convert
+from bridge import CheckpointError, convert, diff
 from bridge.checkpoints.convert.conversion import ConvertReport
 
 MODEL = {name: torch.arange(2.0) + n for n, name in enumerate("abcdef")}
@@ -204,6 +205,70 @@ def test_values_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert report.dropped == ("args",)
     with pytest.raises(CheckpointError, match=r"'args'.*--drop 'args'"):
         convert(source, tmp_path / "none", like=saved_by_torch(tmp_path / "other", epoch=0, args=7))
+
+
+def scheduled(*before: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(
+        *before, optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1 / (1 + count))
+    )
+
+
+CLIP, EMA = optax.clip(1e9), optax.ema(0.9)
+PLATEAU = optax.contrib.reduce_on_plateau(patience=2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "anew", "same_next"),
+    [
+        pytest.param(scheduled(), scheduled(CLIP), "", True, id="clipping added"),
+        pytest.param(scheduled(CLIP), scheduled(), "", True, id="clipping removed"),
+        pytest.param(scheduled(), chain(scheduled(), EMA), "opt_state/1/", False, id="average added"),
+        pytest.param(chain(scheduled(), EMA), chain(scheduled(), EMA), "", True, id="average stays"),
+        pytest.param(
+            chain(scheduled(), EMA), chain(scheduled(CLIP), EMA), "opt_state/1/", False, id="average"
+        ),
+        pytest.param(
+            chain(scheduled(), PLATEAU), chain(scheduled(CLIP), PLATEAU), "opt_state/1/", False, id="plateau"
+        ),
+        pytest.param(scheduled(), optax.apply_if_finite(scheduled(), 3), "opt_state/", True, id="wrapped"),
+    ],
+)
+def test_another_chain_goes_on_with_the_moments_and_steps(
+    tmp_path: Path,
+    old: optax.GradientTransformation,
+    new: optax.GradientTransformation,
+    anew: str,
+    same_next: bool,
+) -> None:
+    """Other parts begin anew if the moments move, and each leaf that does, all below ``anew``, is named."""
+    weights: Any = {"fc": {"kernel": jnp.ones((3, 2))}}
+    params, state = weights, old.init(weights)
+    for step in range(STEPS):
+        updates, state = old.update(
+            {"fc": {"kernel": weights["fc"]["kernel"] * (step + 1)}}, state, params, value=1.0
+        )
+        params = optax.apply_updates(params, updates)
+    source = saved_by_orbax(tmp_path / "old", {"params": params, "opt_state": state})
+    fresh = {"params": weights, "opt_state": new.init(weights)}
+    report = convert(source, tmp_path / "out", like=saved_by_orbax(tmp_path / "new", fresh))
+    after = restored(tmp_path / "out", fresh)
+    np.testing.assert_array_equal(after["params"]["fc"]["kernel"], params["fc"]["kernel"])
+    expected, _ = old.update(weights, state, params, value=1.0)
+    got, _ = new.update(weights, after["opt_state"], after["params"], value=1.0)
+    assert bool((got["fc"]["kernel"] == expected["fc"]["kernel"]).all()) == same_next
+    begun_anew = {path for path, content in report.filled.items() if content == "as in the template"}
+    assert bool(begun_anew) == bool(anew)
+    assert all(path.startswith(anew) for path in begun_anew)
+
+
+def test_the_tree_of_an_earlier_conversion_is_a_template(tmp_path: Path) -> None:
+    """Its keys have dots, as those of the state dict."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "s.pt")
+    convert(tmp_path / "s.pt", tmp_path / "tree", to="orbax")
+    report = convert(tmp_path / "s.pt", tmp_path / "out", like=tmp_path / "tree")
+    assert (report.filled, report.dropped) == ({}, ())
+    assert diff(tmp_path / "tree", tmp_path / "out").same
 
 
 def inexact(folder: Path, **options: Any) -> ConvertReport:

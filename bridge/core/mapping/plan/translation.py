@@ -39,6 +39,7 @@ from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan, carried_over, collect, joined_name
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.chains import completed
+from bridge.core.mapping.states.equal_names import SOURCE
 from bridge.core.mapping.states.hyperparameters import followed
 from bridge.core.mapping.states.notes import (
     PLACES,
@@ -164,15 +165,18 @@ class _Planner:
 
         A state that only numbers its weights is a problem.
         """
-        between_trees = self.source.is_tree and self.target.is_tree
+        trees = self.source.is_tree and self.target.is_tree
+        # In a template with another chain, the source's places of other parts mean something else.
+        moved = bool(self.wanted) and trees and self.source.states != self.target.states
+        at, of_one_layout = self.source.places["weights"], self.source.name == SOURCE
         carried, unmatched, numbered = [], [], set[TreePath]()
-        has_root = not self.source.places["weights"].startswith(WEIGHT)
         for info in self.tree.others.values():
             if info.name in refused_names:
                 continue
-            # Next to the root of the weights, a number is one of the program's own, such as an epoch.
-            is_number = has_root and len(info.path) == 1 and not info.shape
-            if is_number or beside_weights.is_carried(info, between_trees=between_trees):
+            if moved and info.path[0] in beside_weights.OPTIMIZER_KEYS:
+                self.dropped += (info.name,)
+                continue
+            if beside_weights.is_carried(info, between_trees=trees and not of_one_layout, weights=at):
                 view = identity(info.name, info.shape, info.dtype)
                 carried.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
             elif not is_numbered(info.path):

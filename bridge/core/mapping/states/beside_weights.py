@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
-from bridge.core.mapping.language.conventions import WORDS
+from bridge.core.mapping.language.conventions import WEIGHT, WORDS
 from bridge.core.mapping.language.errors import MappingError
 
 # torch counts steps in float32, which cannot represent 2**24 + 1.
@@ -20,14 +20,17 @@ _CARRIED = frozenset(
 OPTIMIZER_KEYS = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
 
-def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
+def is_carried(info: TensorInfo, *, between_trees: bool, weights: str = WEIGHT) -> bool:
     """Whether a tensor that belongs to no weight is copied under its own path.
 
     Training state is copied. So is optimizer state other than moments: hyperparameters, and optax's own values, such as
     the counts of schedules. between_trees: only scalars of an optimizer are copied. Its other tensors, such as
     accumulated gradients, have the layout of the source's weights, and would be misread in the layout of the target's.
+    weights: their place. A number next to a root of all weights is one of the program's own, such as an epoch.
     """
     parts = [part for key in info.path for part in str(key).split(".")]
+    if len(info.path) == 1 and not info.shape and not weights.startswith(WEIGHT):
+        return True
     # MaxText stores generators in nnx_aux, together with parts of the model, which are not training state.
     if parts[0] in _CARRIED or (parts[0] == "nnx_aux" and "rngs" in parts):
         return True

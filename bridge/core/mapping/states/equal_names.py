@@ -8,6 +8,7 @@ The weights need no translation. The mapping tells which moments belong to which
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from bridge.core.formats.tensors.base import CheckpointReader
@@ -28,21 +29,31 @@ _ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 
 def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> MappingTable:
     """The mapping from convention `SOURCE` to `TARGET`. MappingError if most names differ."""
-    sides = {SOURCE: source, TARGET: target}
-    separators = {name: "/" if reader.format in TREE_FORMATS else "." for name, reader in sides.items()}
-    ours, theirs = _weights(source), _weights(target)
-    shared = ours & theirs
-    if 2 * len(shared) <= len(ours | theirs):
+    separators = {
+        name: "/" if reader.format in TREE_FORMATS else "."
+        for name, reader in ((SOURCE, source), (TARGET, target))
+    }
+    ours, theirs = (
+        _weights(reader, separators[name]) for name, reader in ((SOURCE, source), (TARGET, target))
+    )
+    every, shared = {**ours, **theirs}, ours.keys() & theirs.keys()
+    if 2 * len(shared) <= len(every):
         examples = [
-            first_of(sorted(".".join(keys) for keys in names - shared), 2) for names in (ours, theirs)
+            first_of(sorted(".".join(keys) for keys in names.keys() - shared), 2) for names in (ours, theirs)
         ]
         raise MappingError(
             f"{source.path} and {target.path} have weights with other names: "
             f"{len(shared)} of {len(ours)} names are equal, but not {examples[0]}, and there {examples[1]}"
         )
     rules = tuple(
-        Rule({side: (Entry.parse(mark.join(keys)),) for side, mark in separators.items()}, optional=True)
-        for keys in sorted(ours | theirs)
+        Rule(
+            {
+                side: (Entry.parse(names.get(keys, separators[side].join(keys))),)
+                for side, names in ((SOURCE, ours), (TARGET, theirs))
+            },
+            optional=True,
+        )
+        for keys in sorted(every)
     )
     conventions = {side: Convention(side, mark, "") for side, mark in separators.items()}
     return MappingTable("of equal names", rules, conventions=conventions)
@@ -51,24 +62,26 @@ def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> 
 _Keys = tuple[str, ...]
 
 
-def _weights(reader: CheckpointReader) -> frozenset[_Keys]:
-    """The keys of each tensor that may be a weight, without a root above all weights that optimizer states lack.
+def _weights(reader: CheckpointReader, separator: str) -> Mapping[_Keys, str]:
+    """The keys and the name of each tensor that may be a weight, without a root above all that optimizer states lack.
 
-    Without the key that only holds nnx's value, too.
+    Without the key that only holds nnx's value, too. A name in a tree may have dots: keys of a state dict.
     """
-    names, of_states = [], set()
+    names, of_states = {}, set()
     for info in reader.tensors.values():
         keys = tuple(part for key in info.path for part in str(key).split("."))
         if "state" in keys:
             of_states.add(keys[keys.index("state") + 1 : -1])
         elif keys[0] not in OPTIMIZER_KEYS and not is_carried(info, between_trees=False):
-            names.append(keys[:-1] if keys[-1] == "value" and len(keys) > 1 else keys)
+            is_value = keys[-1] == "value" and len(keys) > 1
+            name = separator.join(map(str, info.path))
+            names[keys[:-1] if is_value else keys] = name[: -len("/value")] if is_value else name
     if any(keys[0] in _ROOTS and len(keys) > 1 for keys in names):
         # Next to the root of the weights is the program's own state, such as an epoch.
-        names = [keys for keys in names if len(keys) > 1]
-    choices = [frozenset(names)]
-    while names and all(len(keys) > 1 and keys[0] == names[0][0] for keys in names) and names[0][0] in _ROOTS:
-        names = [keys[1:] for keys in names]
-        choices.append(frozenset(names))
+        names = {keys: name for keys, name in names.items() if len(keys) > 1}
+    choices = [names]
+    while (roots := {keys[0] if len(keys) > 1 else "" for keys in names}) <= _ROOTS and len(roots) == 1:
+        names = {keys[1:]: name[len(keys[0]) + 1 :] for keys, name in names.items()}
+        choices.append(names)
     # Trees of states may have the root or not. State dicts of optimizers name weights in one way.
-    return max(reversed(choices), key=lambda choice: len(choice & of_states))
+    return max(reversed(choices), key=lambda choice: len(choice.keys() & of_states))
