@@ -177,8 +177,10 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
         located = plan.locate_buffer(path, leaf)
         if located is not None:
             return plan.sharding(located[0])
-        # A transformation may store moments under keys other than the weights' keys.
-        return by_shape.get(leaf.shape, plan.replicated)
+        # Moments may have keys other than the weights' keys. A parameter's statistics (adafactor) are whole.
+        name = f"/{jax.tree_util.keystr(path, simple=True, separator='/')}/"
+        is_of_parameter = any(f"/{key}/" in name for key in (*plan.parameters, *plan.arrays))
+        return plan.replicated if is_of_parameter else by_shape.get(leaf.shape, plan.replicated)
 
     return jax.tree.map_with_path(sharding, opt_state)
 

@@ -117,6 +117,26 @@ def test_an_optimizer_with_other_arrays_is_refused_by_name(tmp_path: Path, make:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("engine", "axes"), [("shard_map", {"tp": 2}), ("pjit", {}), ("pjit", {"tp": 2})])
+def test_a_statistic_of_a_parameter_is_whole_even_if_another_parameter_has_its_shape(
+    tmp_path: Path, engine: str, axes: dict[str, int]
+) -> None:
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    # The means over a kernel's rows or columns have the shape of a bias.
+    net = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 8, rngs=nnx.Rngs(1)))
+    parallel: Any = {"layers/0": "colwise", "layers/2": "rowwise"} if axes else None
+    mesh = data_parallel_mesh({"dp": 2, **axes})
+    plan, weights = fully_shard(net, mesh, engine=engine, units=["layers/*"], parallel=parallel)
+    step = make_train_step(plan, lambda model, x: jnp.mean((model(x) - x) ** 2), optimizer, donate=False)
+    rows = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    state, _ = step(init_state(plan, weights, optimizer), rows)
+    save_checkpoint(tmp_path / "c", plan, state)
+    loaded = load_checkpoint(tmp_path / "c", plan, optimizer).state
+    for mine, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert mine.sharding.is_equivalent_to(expected.sharding, mine.ndim)
+    assert step(step(loaded, rows)[0], rows)[1] == step(step(state, rows)[0], rows)[1]
+
+
 class Odd(nnx.Module):
     """Empty and scalar parameters, a list of modules, fewer rows than devices, and a stack of matrices."""
 
