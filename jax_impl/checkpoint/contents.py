@@ -72,7 +72,7 @@ class Contents:
                 arrays[name] = value
                 _check_arrays(plan, value)
             else:
-                whole[name] = value
+                whole[name] = as_stored(value.addressable_shards[0].data)
         for path, variable in whole_variables(plan, state.variables).items():
             if variable.shape != plan.variables[path].shape or not variable.sharding.is_fully_replicated:
                 raise ValueError(
