@@ -140,12 +140,9 @@ class TrainStep:
         to_host = self._sends_gradients(state)
         traced = self._trace_checked(*arguments, to_host=to_host)
         loss, shapes, _ = traced.out_info
+        lying = {key: in_memory(self._plan.sharding(key), HOST if to_host else None) for key in shapes}
         gradients: Any = {
-            key: jax.ShapeDtypeStruct(
-                array.shape,
-                array.dtype,
-                sharding=in_memory(self._plan.sharding(key), HOST if to_host else None),
-            )
+            key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=lying[key])
             for key, array in shapes.items()
         }
         whole: Any = jax.ShapeDtypeStruct(loss.value.shape, loss.value.dtype, sharding=self._plan.replicated)
@@ -185,10 +182,8 @@ class TrainStep:
             result = self._gradients(weights, placed, variables, whole, to_host=to_host)
             return settle(self._plan, result, self._options.wait)
         except Exception as error:
-            if (
-                not isinstance(error, jax.errors.UnexpectedTracerError)
-                and type(error).__name__ != _CLOSED_OVER
-            ):
+            escaped = isinstance(error, jax.errors.UnexpectedTracerError)
+            if not escaped and type(error).__name__ != _CLOSED_OVER:
                 raise
             raise ValueError(
                 "loss: expected arrays that depend on weights, or on the iteration of a loop, as arguments of a "

@@ -194,8 +194,7 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
     by_shape = {plan.arrays[key].shape: plan.sharding(key) for key in plan.trainable}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        located = plan.locate_buffer(path, leaf)
-        if located is not None:
+        if (located := plan.locate_buffer(path, leaf)) is not None:
             return plan.sharding(located[0])
         # Moments may have keys other than the weights' keys. A parameter's statistics (adafactor) are whole.
         name = f"/{jax.tree_util.keystr(path, simple=True, separator='/')}/"

@@ -48,13 +48,12 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
             continue
         # An array that is sharded over devices in a way that only its optimizer knows.
         cut = isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
-        if all(parts) and not cut:
-            entries[name] = leaf
-        else:
+        if cut or not all(parts):
             raise ValueError(
                 f"optimizer state {name!r}: expected an array for each weight array, or a named array that is whole "
                 f"on every device, got {leaf.dtype} of shape {leaf.shape}"
             )
+        entries[name] = leaf
     return entries
 
 
@@ -68,22 +67,17 @@ def state_tensors(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[
 
     ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
     """
-    expected, whole = {}, {}
-    for name, value in {"params": weights, **optimizer_tensors(plan, opt_state)}.items():
+    expected = {}
+    variables = {f"variables/{path}": variable for path, variable in plan.variables.items()}
+    for name, value in {"params": weights, **optimizer_tensors(plan, opt_state), **variables}.items():
         if isinstance(value, Mapping):
             for path in plan.parameters:
-                key = plan.holding(value, path)
-                if key is not None:
+                if (key := plan.holding(value, path)) is not None:
                     shape = plan.tensor_shape(key, path) or ()
                     expected[f"{name}/{path}"] = ShapeDtype(shape, np.dtype(value[key].dtype))
         else:
-            whole[name] = value
-    for name, value in {
-        **whole,
-        **{f"variables/{path}": info for path, info in plan.variables.items()},
-    }.items():
-        stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(value.shape, value.dtype))
-        expected[name] = ShapeDtype(tuple(stored.shape), np.dtype(stored.dtype))
+            stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(value.shape, value.dtype))
+            expected[name] = ShapeDtype(tuple(stored.shape), np.dtype(stored.dtype))
     return expected
 
 
@@ -97,7 +91,7 @@ def key_impl(array: Any) -> str | None:
     impls: list[str] = []
     if is_key(array):
         # Only arrays know their algorithm; dtypes do not.
-        abstract = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        abstract = jax.ShapeDtypeStruct((), array.dtype)
         jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), abstract)
     return impls[0] if impls else None
 

@@ -102,10 +102,8 @@ class Tensors:
 
     def _replicated(self, name: str, impl: str | None) -> jax.Array:
         """``impl``: the algorithm of a random key, whose data is stored."""
-        values = self.reader.read(self.names[name])
+        values, whole = self.reader.read(self.names[name]), self.plan.replicated
         # Not device_put, because device_put makes all processes compare their values by a collective.
-        array = jax.make_array_from_callback(
-            values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
-        )
+        array = jax.make_array_from_callback(values.shape, whole, lambda index: np.asarray(values[index]))
         wrap = partial(jax.random.wrap_key_data, impl=impl)
-        return array if impl is None else jax.jit(wrap, out_shardings=self.plan.replicated)(array)
+        return array if impl is None else jax.jit(wrap, out_shardings=whole)(array)

@@ -333,10 +333,9 @@ class ShardingPlan(Viewed):
         shape, sharding = self._at_rest(key)
         check_not_donated(f"array {key!r}", array)
         # Traced arrays have no sharding yet.
-        traced = isinstance(array, jax.core.Tracer)
-        lies = None if traced else getattr(array, "sharding", None)
+        lies = sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
         if array.shape != shape or not (
-            traced or (lies and lies.is_equivalent_to(in_memory(sharding, lies.memory_kind), array.ndim))
+            lies and lies.is_equivalent_to(in_memory(sharding, lies.memory_kind), array.ndim)
         ):
             raise ValueError(
                 f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} devices "
