@@ -38,7 +38,7 @@ from jax_impl.runtime.groups.variables import (
     of_this_device,
 )
 from jax_impl.runtime.program.pipeline import pipeline
-from jax_impl.runtime.step.forward import call_model, collectors, hold, ways_of
+from jax_impl.runtime.step.forward import call_model, derived_collectors, hold, ways_of
 from jax_impl.runtime.step.gradients import Shared
 from jax_impl.runtime.step.losses import (
     Divisors,
@@ -175,14 +175,17 @@ class EvalStep:
         plan = self._plan
 
         def call(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Any:
-            held = hold(plan, weights)
+            held = derived_collectors(plan, weights), hold(plan, weights)
             variables = mark_before(variables)
-            returned, after = call_model(plan, collectors(plan), held, variables, self._fn, batch, shared)
+            returned, after = call_model(plan, *held, variables, self._fn, batch, shared)
             return returned, mark_after(after)
 
+        run: Any = call
         if plan.prefetch:
-            call = pipeline(call, ways_of(plan, forward=True))
-        returned, after = call(weights, batch, variables, shared)
+            # A derivative of the rewritten program would miss what the units themselves derive.
+            run = jax.custom_vjp(pipeline(call, ways_of(plan, forward=True)))
+            run.defvjp(lambda *arguments: jax.vjp(call, *arguments), lambda vjp, cotangent: vjp(cotangent))
+        returned, after = run(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
             return as_parts(returned, self._has_aux), None, after
         for parameter in unit_parameters(returned):
@@ -293,7 +296,8 @@ def make_eval_step(
             logits, state = decode(state, token)
             token = logits.argmax(-1)[:, None]
 
-    ``mutable=False`` drops the changes; by default a model that changes variables is refused.
+    ``mutable=False`` drops the changes; by default a model that changes variables is refused. ``jax.grad`` of
+    ``evaluate`` by weights is the gradient of training, in the plan's dtypes, and zero for frozen weights.
 
     state: a train state, or weights by key for a model without other variables. Random streams differ by device, as in
         training, and start from the state's streams: the next call draws other numbers only with ``mutable=True``.

@@ -102,6 +102,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch, *shared: Any) -> tuple[TrainState, Metrics]:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
             check_not_donated(f"optimizer state {jax.tree_util.keystr(path)}", leaf)
+        state = state.placed(self._plan)
         loss, gradients, variables = self._run(
             state.weights, batch, state.variables, shared, to_host=self._sends_gradients(state)
         )
@@ -113,9 +114,8 @@ class TrainStep:
             lying = memory_kinds((state.weights, state.opt_state))
             if lying not in self._updates:
                 self._updates[lying] = self._update(state)
-            weights, opt_state, extra = self._settle(
-                self._updates[lying](state.weights, state.opt_state, gradients, loss.value)
-            )
+            result = self._updates[lying](state.weights, state.opt_state, gradients, loss.value)
+            weights, opt_state, extra = settle(self._plan, result, self._options.wait)
         return TrainState(weights, opt_state, variables), {**loss.metrics(self._options.has_aux), **extra}
 
     def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
@@ -140,12 +140,9 @@ class TrainStep:
         to_host = self._sends_gradients(state)
         traced = self._trace_checked(*arguments, to_host=to_host)
         loss, shapes, _ = traced.out_info
+        lying = {key: in_memory(self._plan.sharding(key), HOST if to_host else None) for key in shapes}
         gradients: Any = {
-            key: jax.ShapeDtypeStruct(
-                array.shape,
-                array.dtype,
-                sharding=in_memory(self._plan.sharding(key), HOST if to_host else None),
-            )
+            key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=lying[key])
             for key, array in shapes.items()
         }
         whole: Any = jax.ShapeDtypeStruct(loss.value.shape, loss.value.dtype, sharding=self._plan.replicated)
@@ -182,12 +179,11 @@ class TrainStep:
 
                 check_aux(self._plan, aux_of, program.out_info[0].aux, placed, self._microbatches)
                 self._checked.add(traced)
-            return self._settle(self._gradients(weights, placed, variables, whole, to_host=to_host))
+            result = self._gradients(weights, placed, variables, whole, to_host=to_host)
+            return settle(self._plan, result, self._options.wait)
         except Exception as error:
-            if (
-                not isinstance(error, jax.errors.UnexpectedTracerError)
-                and type(error).__name__ != _CLOSED_OVER
-            ):
+            escaped = isinstance(error, jax.errors.UnexpectedTracerError)
+            if not escaped and type(error).__name__ != _CLOSED_OVER:
                 raise
             raise ValueError(
                 "loss: expected arrays that depend on weights, or on the iteration of a loop, as arguments of a "
@@ -233,9 +229,6 @@ class TrainStep:
             return opt_state, weights
         updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
         return opt_state, optax.apply_updates(trained, updates)
-
-    def _settle(self, result: Any) -> Any:
-        return settle(self._plan, result, self._options.wait)
 
 
 def settle(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -45,6 +45,26 @@ class TrainState:
     weights: Buffers
     opt_state: Any
     variables: Variables = field(default_factory=dict)
+
+    def placed(self, plan: ShardingPlan) -> TrainState:
+        """The same with ``opt_state`` on the plan's devices: other arrays and numbers are placed as in a new state."""
+        devices = set(plan.mesh.devices.flat)
+
+        def is_placed(leaf: Any) -> bool:
+            traced = isinstance(leaf, jax.core.Tracer)
+            return traced or (isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices)
+
+        def place(leaf: Any, sharding: NamedSharding) -> Any:
+            if is_placed(leaf):
+                return leaf
+            # A copy, because a step may donate the state.
+            value = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, jnp.result_type(leaf))
+            return jax.device_put(value, sharding)
+
+        if all(map(is_placed, jax.tree.leaves(self.opt_state))):
+            return self
+        opt_state = jax.tree.map(place, self.opt_state, shardings_of(plan, self.opt_state))
+        return replace(self, opt_state=opt_state)
 
 
 def init_state(
@@ -174,11 +194,12 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
     by_shape = {plan.arrays[key].shape: plan.sharding(key) for key in plan.trainable}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        located = plan.locate_buffer(path, leaf)
-        if located is not None:
+        if (located := plan.locate_buffer(path, leaf)) is not None:
             return plan.sharding(located[0])
-        # A transformation may store moments under keys other than the weights' keys.
-        return by_shape.get(leaf.shape, plan.replicated)
+        # Moments may have keys other than the weights' keys. A parameter's statistics (adafactor) are whole.
+        name = f"/{jax.tree_util.keystr(path, simple=True, separator='/')}/"
+        is_of_parameter = any(f"/{key}/" in name for key in (*plan.parameters, *plan.arrays))
+        return plan.replicated if is_of_parameter else by_shape.get(np.shape(leaf), plan.replicated)
 
     return jax.tree.map_with_path(sharding, opt_state)
 

@@ -178,7 +178,7 @@ class _OpenedSave:
                 opened.claim = f"the path {self.target}"
                 # Inside the step: some processes may already know that the previous save failed.
                 pending.settle()
-                self._contents = Contents.of(plan, state)
+                self._contents = Contents.of(plan, state := state.placed(plan))
                 values = dict(train_tensors(request.train or {}))
                 if request.mapping is not None:
                     self._mapped = MappedContents(

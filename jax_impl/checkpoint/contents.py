@@ -64,15 +64,17 @@ class Contents:
         """Raises ``ValueError`` for a state of another plan, or with a value that a checkpoint cannot hold."""
         _check_keys("weights", plan.arrays, state.weights)
         _check_keys("variables", plan.variables, state.variables)
-        _check_arrays(plan, state.weights)
+        for key, array in state.weights.items():
+            plan.check_array(key, array)
         arrays: dict[str, Buffers] = {"params": state.weights}
         whole: dict[str, jax.Array] = {}
         for name, value in optimizer_tensors(plan, state.opt_state).items():
             if isinstance(value, dict):
                 arrays[name] = value
-                _check_arrays(plan, value)
+                for key, array in value.items():
+                    plan.check_array(key, array)
             else:
-                whole[name] = value
+                whole[name] = as_stored(value.addressable_shards[0].data)
         for path, variable in whole_variables(plan, state.variables).items():
             if variable.shape != plan.variables[path].shape or not variable.sharding.is_fully_replicated:
                 raise ValueError(
@@ -128,8 +130,7 @@ class Contents:
         self, writer: OrbaxPart, chunks: Chunks, name: str, by_key: Mapping[str, jax.Array | HostCopy]
     ) -> None:
         for path in self.plan.parameters:
-            key = self.plan.holding(by_key, path)
-            if key is not None:
+            if (key := self.plan.holding(by_key, path)) is not None:
                 dtype, shape = np.dtype(by_key[key].dtype), self.plan.tensor_shape(key, path) or ()
                 blocks = _blocks(self.plan, key, shape, dtype.itemsize)
                 chunks.add_tensor(
@@ -211,11 +212,6 @@ class _Layers:
 def local_value(array: Any) -> np.ndarray:
     """The value of an array that is the same on all devices."""
     return np.asarray(array.addressable_data(0) if isinstance(array, jax.Array) else array)
-
-
-def _check_arrays(plan: ShardingPlan, by_key: Buffers) -> None:
-    for key, array in by_key.items():
-        plan.check_array(key, array)
 
 
 def _check_keys(what: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@
     params/<path>                   main weights, one array per parameter
     opt_state/<name>/<path>         every dict of arrays by key in the optimizer's state: mu, nu; 0/mu in a chain
     opt_state/<name>_scale/<path>   float32 scales of moments in low precision: shape (*shape[:-1], 1)
-    opt_state/<name>                every other leaf: count
-    variables/<path>                the model's other variables; random keys as their uint32 data
+    opt_state/<name>                every other leaf: count; random keys as their uint32 data
+    variables/<path>                the model's other variables; random keys likewise
     train/...                       the caller's values
 
 Parameters without moments (frozen, or excluded by ``optax.masked``) have no moments in the checkpoint.
@@ -48,13 +48,12 @@ def optimizer_tensors(plan: ShardingPlan, opt_state: Any) -> dict[str, Any]:
             continue
         # An array that is sharded over devices in a way that only its optimizer knows.
         cut = isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) and all(parts) and not cut:
-            entries[name] = leaf
-        else:
+        if cut or not all(parts):
             raise ValueError(
                 f"optimizer state {name!r}: expected an array for each weight array, or a named array that is whole "
                 f"on every device, got {leaf.dtype} of shape {leaf.shape}"
             )
+        entries[name] = leaf
     return entries
 
 
@@ -69,37 +68,37 @@ def state_tensors(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[
     ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
     """
     expected = {}
-    for name, value in {"params": weights, **optimizer_tensors(plan, opt_state)}.items():
+    variables = {f"variables/{path}": variable for path, variable in plan.variables.items()}
+    for name, value in {"params": weights, **optimizer_tensors(plan, opt_state), **variables}.items():
         if isinstance(value, Mapping):
             for path in plan.parameters:
-                key = plan.holding(value, path)
-                if key is not None:
+                if (key := plan.holding(value, path)) is not None:
                     shape = plan.tensor_shape(key, path) or ()
                     expected[f"{name}/{path}"] = ShapeDtype(shape, np.dtype(value[key].dtype))
         else:
-            expected[name] = ShapeDtype(tuple(value.shape), np.dtype(value.dtype))
-    for path, variable in plan.variables.items():
-        stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(variable.shape, variable.dtype))
-        expected[f"variables/{path}"] = ShapeDtype(tuple(stored.shape), np.dtype(stored.dtype))
+            stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(value.shape, value.dtype))
+            expected[name] = ShapeDtype(tuple(stored.shape), np.dtype(stored.dtype))
     return expected
 
 
-def as_stored(variable: jax.Array) -> jax.Array:
-    """A variable as an array of numbers."""
-    return jax.random.key_data(variable) if is_key(variable) else variable
+def as_stored(array: jax.Array) -> jax.Array:
+    """A variable, or a leaf of an optimizer's state, as an array of numbers."""
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def key_impl(array: Any) -> str | None:
+    """The algorithm of an abstract random key, such as "threefry2x32"; None for other arrays."""
+    impls: list[str] = []
+    if is_key(array):
+        # Only arrays know their algorithm; dtypes do not.
+        abstract = jax.ShapeDtypeStruct((), array.dtype)
+        jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), abstract)
+    return impls[0] if impls else None
 
 
 def key_impls(plan: ShardingPlan) -> dict[str, str]:
-    """The algorithm of every random key among the model's variables, such as "threefry2x32"."""
-    impls: dict[str, str] = {}
-
-    def note(keys: Mapping[str, jax.Array]) -> None:
-        impls.update({path: str(jax.random.key_impl(key)) for path, key in keys.items()})
-
-    keys = {path: variable for path, variable in plan.variables.items() if is_key(variable)}
-    # Only arrays know their algorithm; dtypes do not.
-    jax.eval_shape(note, {path: jax.ShapeDtypeStruct(key.shape, key.dtype) for path, key in keys.items()})
-    return impls
+    """The algorithm of every random key among the model's variables."""
+    return {path: impl for path, variable in plan.variables.items() if (impl := key_impl(variable))}
 
 
 def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: Mapping[str, object]) -> None:

@@ -13,10 +13,9 @@ import numpy as np
 
 from bridge.core.formats import Box
 from jax_impl.checkpoint.by_path import TreeReader
-from jax_impl.checkpoint.names import parts_of
+from jax_impl.checkpoint.names import key_impl, parts_of
 from jax_impl.runtime.groups.memory_kinds import move
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.variables import is_key
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,14 @@ class Tensors:
         return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
 
     def variable(self, path: str, impls: Mapping[str, str]) -> jax.Array:
-        array = self._replicated(f"variables/{path}")
-        if not is_key(self.plan.variables[path]):
-            return jax.device_put(array, self.plan.variable_sharding(path))
-        wrap = partial(jax.random.wrap_key_data, impl=impls[path])
-        return jax.jit(wrap, out_shardings=self.plan.replicated)(array)
+        array = self._replicated(f"variables/{path}", impls.get(path))
+        return array if path in impls else jax.device_put(array, self.plan.variable_sharding(path))
 
     def _moment(self, keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, fresh: jax.Array | None) -> Any:
         located = self.plan.locate_buffer(keys, leaf)
         if located is None:
             name = "/".join(parts_of(keys))
-            return self._replicated(name) if name in self.names else fresh
+            return self._replicated(name, key_impl(leaf)) if name in self.names else fresh
         key, rest = located
         name = "/".join(parts_of(rest))
         held = [path for path in self.plan.parameters if self.plan.holding({key: leaf}, path) is not None]
@@ -104,9 +100,10 @@ class Tensors:
         source = self.names.get(f"{name}/{path}")
         return kept[path, offsets] if source is None else self.reader.read(source, Box(offsets, sizes))
 
-    def _replicated(self, name: str) -> jax.Array:
-        values = self.reader.read(self.names[name])
+    def _replicated(self, name: str, impl: str | None) -> jax.Array:
+        """``impl``: the algorithm of a random key, whose data is stored."""
+        values, whole = self.reader.read(self.names[name]), self.plan.replicated
         # Not device_put, because device_put makes all processes compare their values by a collective.
-        return jax.make_array_from_callback(
-            values.shape, self.plan.replicated, lambda index: np.asarray(values[index])
-        )
+        array = jax.make_array_from_callback(values.shape, whole, lambda index: np.asarray(values[index]))
+        wrap = partial(jax.random.wrap_key_data, impl=impl)
+        return array if impl is None else jax.jit(wrap, out_shardings=whole)(array)

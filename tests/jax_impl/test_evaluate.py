@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -301,3 +302,36 @@ def test_what_cannot_be_evaluated_is_refused_in_words(act: Any, message: str) ->
     plan, weights = sharded("shard_map", 4)
     with pytest.raises((ValueError, TypeError), match=message):
         act(plan, weights)
+
+
+@pytest.mark.fast_cases("copies-shard_map", "prefetch-pjit")
+@ENGINES
+@pytest.mark.parametrize("options", [{"strategy": "no_shard"}, {"prefetch": 1}], ids=["copies", "prefetch"])
+def test_weights_have_the_derivative_of_training(engine: str, options: dict[str, Any]) -> None:
+    options = {"units": ["layers/*"], "frozen": ["layers/0/bias"], "engine": engine, **options}
+    net = nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(1)))
+    plan, weights = fully_shard(net, data_parallel_mesh(4), **options)
+    rows = np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32)
+
+    def loss(model: Any, x: jax.Array, scale: Any) -> jax.Array:
+        return jnp.mean((scale * model(x)) ** 2)
+
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state = init_state(plan, weights, optimizer)
+    step, evaluate = make_train_step(plan, loss, optimizer, donate=False), make_eval_step(plan, loss)
+    _, expected = step.gradients(weights, rows, {}, (0.7,))
+    derivative = jax.grad(lambda weights: evaluate(weights, rows, 0.7)["loss"])(weights)
+    for key, array in derivative.items():
+        np.testing.assert_allclose(array, expected.get(key, 0), rtol=1e-5, atol=1e-8)
+
+    @jax.jit
+    def later(rate: Any) -> jax.Array:
+        injected = state.opt_state._replace(
+            hyperparams={**state.opt_state.hyperparams, "learning_rate": rate}
+        )
+        after, _ = step(replace(state, opt_state=injected), rows, 0.7)
+        return evaluate(after, rows, 2.0)["loss"]
+
+    # The loss is nearly quadratic in the rate.
+    difference = (later(0.11) - later(0.09)) / 0.02
+    np.testing.assert_allclose(jax.grad(later)(0.1), difference, rtol=1e-3)

@@ -12,8 +12,10 @@ from jax_impl import (
     data_parallel_mesh,
     fully_shard,
     init_state,
+    load_checkpoint,
     main_weight_adamw,
     make_train_step,
+    save_checkpoint,
     shard_batch,
     unshard,
 )
@@ -261,6 +263,29 @@ def test_microbatches_below_one_are_refused():
 
 
 @pytest.mark.fast_cases("shard_map")
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_numbers_and_arrays_of_one_device_in_an_optimizers_state_are_placed(engine, tmp_path):
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    plan, weights = fully_shard(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)), data_parallel_mesh(4), units=[], engine=engine
+    )
+    step = make_train_step(plan, lambda model, x: jnp.mean((model(x) - x) ** 2), optimizer)
+    rows, losses = np.ones((8, 8), np.float32), []
+    shared = jnp.asarray(0.25)
+    placed = jax.device_put(np.float32(0.25), plan.replicated)
+    for number, rate in enumerate([placed, 0.25, np.float32(0.25), np.asarray(0.25), shared, shared]):
+        state = init_state(plan, jax.tree.map(jnp.copy, weights), optimizer)
+        state.opt_state.hyperparams["learning_rate"] = rate
+        save_checkpoint(tmp_path / str(number), plan, state)
+        for given in (state, load_checkpoint(tmp_path / str(number), plan, optimizer).state):
+            after, _ = step(given, rows)
+            losses.append(float(step(after, rows)[1]["loss"]))
+    assert losses == losses[:1] * 12
+    on_host = {key: np.asarray(array) for key, array in weights.items()}
+    with pytest.raises(ValueError, match=r"array .*got .* with no sharding: place it by jax.device_put"):
+        step(dataclasses.replace(init_state(plan, weights, optimizer), weights=on_host), rows)
+
+
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_lowered_programs_are_those_that_a_step_runs(engine):
     plan, weights = fully_shard(decoder(), data_parallel_mesh(2), engine=engine)

@@ -147,7 +147,8 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
                 continue
             # As Adam's own first step: the step count is on the device only where kernels read it there.
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
-            step = torch.zeros((), dtype=torch.float32, device=device)
+            wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
             optimizer.state[parameter] = {"step": step, **moments}
 

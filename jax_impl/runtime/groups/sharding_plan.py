@@ -269,16 +269,13 @@ class ShardingPlan(Viewed):
         None for other leaves. Weights are a dictionary by key, and optimizer states keep these keys. The state of an
         optimizer that gets parameters keeps the model's tree, so there the key is a parameter's path.
         """
+        shape, logical = np.shape(leaf), self.logical
         names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
         # The longest matching name of a parameter; among equally long ones, the innermost.
         spans = sorted(itertools.combinations(range(len(path) + 1), 2), key=lambda s: (s[0] - s[1], -s[0]))
         matches = ((*span, "/".join(names[slice(*span)])) for span in spans)
         first, last, parameter = next(
-            (
-                match
-                for match in matches
-                if match[2] in self.logical and leaf.shape == self.logical[match[2]].shape
-            ),
+            (match for match in matches if match[2] in logical and shape == logical[match[2]].shape),
             (0, 0, ""),
         )
         # The innermost known key: an optimizer may add its own labels outside or inside.
@@ -287,7 +284,7 @@ class ShardingPlan(Viewed):
             # Skip the unit's part of a parameter's path: the array of unit "head" may have the shape of "head/bias".
             within_path = first <= i < last and last - first > 1
             if not within_path and any(
-                key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
+                key in known and shape == known[key].shape for known in (self.arrays, self.row_arrays)
             ):
                 return key, (*path[:i], *path[i + 1 :])
         return (parameter, (*path[:first], *path[last:])) if last else None
@@ -336,15 +333,14 @@ class ShardingPlan(Viewed):
         shape, sharding = self._at_rest(key)
         check_not_donated(f"array {key!r}", array)
         # Traced arrays have no sharding yet.
-        traced = isinstance(array, jax.core.Tracer)
+        lies = sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
         if array.shape != shape or not (
-            traced
-            or array.sharding.is_equivalent_to(in_memory(sharding, array.sharding.memory_kind), array.ndim)
+            lies and lies.is_equivalent_to(in_memory(sharding, lies.memory_kind), array.ndim)
         ):
-            lies = "" if traced else f" with {array.sharding}"
             raise ValueError(
-                f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} "
-                f"devices {dict(self.mesh.shape)}, got {array.shape}{lies}"
+                f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} devices "
+                f"{dict(self.mesh.shape)}, got {array.shape} with {lies or 'no sharding'}: place it by "
+                "jax.device_put(weights, plan.shardings)"
             )
 
     def merge(

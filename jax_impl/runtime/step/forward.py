@@ -73,6 +73,24 @@ def collectors(plan: ShardingPlan) -> AllCollectors:
     return {path: tuple(group.collectors() for group in unit.groups) for path, unit in plan.units.items()}
 
 
+def derived_collectors(plan: ShardingPlan, weights: Buffers) -> AllCollectors:
+    """``collectors`` that pass their gradients on to ``weights``, for ``jax.grad``; frozen ones get zeros."""
+
+    def backward(_: None, cotangents: AllCollectors) -> tuple[Any]:
+        by_key: Any = dict.fromkeys(plan.arrays)
+        for key, gradient in finish(plan, cotangents).items():
+            stored: Any = plan.arrays[key]
+            # shard_map adds the cotangents of a weight's equal copies.
+            manual = plan.engine == "shard_map"
+            copies = plan.data_ranks // plan.axes.shards(stored.strategy.optimizer) if manual else 1
+            by_key[key] = (gradient / copies).astype(stored.dtype)
+        return (by_key,)
+
+    zeros = jax.custom_vjp(lambda _: collectors(plan))
+    zeros.defvjp(lambda _: (collectors(plan), None), backward)
+    return zeros(weights)
+
+
 def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
     """Gradients accumulated over microbatches -> gradients sharded as at rest.
 

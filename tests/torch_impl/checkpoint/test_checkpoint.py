@@ -177,6 +177,23 @@ def test_a_step_count_from_before_the_first_step_lies_where_the_kernels_read_it(
     assert optimizer.state[parameter]["step"].device.type == device
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_count_has_torchs_dtype_under_any_default(tmp_path, fused):
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        models = [nn.Linear(3, 2) for _ in range(2)]
+        first, second = (torch.optim.AdamW(model.parameters(), fused=fused) for model in models)
+        models[0](torch.ones(1, 3)).sum().backward()
+        first.step()
+        save_checkpoint(tmp_path / "a", models[0], first)
+        load_checkpoint(tmp_path / "a", models[1], second)
+        _assert_equal(_state(models[1], second), _state(models[0], first))
+        assert second.state[models[1].bias]["step"].dtype == (torch.float32 if fused else torch.float64)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def test_loading_into_an_optimizer_that_never_stepped_leaves_weights_as_saved(tmp_path):
     model, optimizer = _trained(weight_decay=0.5)
     saved = _state(model, optimizer)
