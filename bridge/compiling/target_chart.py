@@ -28,15 +28,9 @@ from bridge.report_page.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, V
 
 MEMORY_COLOURS = {"weights": BLUE, "moments": SKY, "gradients": GREEN, "rest of the peak": ORANGE}
 TIME_COLOURS = {
-    "products": BLUE,
-    "memory": SKY,
-    "waiting": VERMILION,
-    "all_gather": GREEN,
-    "reduce_scatter": PURPLE,
-    "psum": ORANGE,
-    "all_to_all": YELLOW,
-    "ppermute": GREY,
-}
+    "products": BLUE, "memory": SKY, "waiting": VERMILION, "all_gather": GREEN, "reduce_scatter": PURPLE,
+    "psum": ORANGE, "all_to_all": YELLOW, "ppermute": GREY,
+}  # fmt: skip
 # So that colour is not the only difference in a bar or a lane.
 _HATCHES = {
     **{"moments": "///", "gradients": "...", "rest of the peak": "xxx"},

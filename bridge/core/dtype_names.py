@@ -29,26 +29,15 @@ ONLY_JAX: Final = (*NARROW_INTEGERS, "float4_e2m1fn", "float8_e3m4", "float8_e4m
 _SHORT = {
     "double": "float64",
     # "float" as PyTorch means it; NumPy and Python mean float64.
-    "float": "float32",
-    "single": "float32",
-    "half": "float16",
-    "brain": "bfloat16",
-    "long": "int64",
-    "short": "int16",
-    "byte": "uint8",
-    "char": "int8",
-    "boolean": "bool",
-    "pred": "bool",
-    "c64": "complex64",
-    "c128": "complex128",
-    "cfloat": "complex64",
-    "cdouble": "complex128",
+    "float": "float32", "single": "float32", "half": "float16", "brain": "bfloat16", "long": "int64",
+    "short": "int16", "byte": "uint8", "char": "int8", "boolean": "bool", "pred": "bool", "c64": "complex64",
+    "c128": "complex128", "cfloat": "complex64", "cdouble": "complex128",
     # In both PyTorch and safetensors, the float8 with 4 exponent and 3 mantissa bits is the finite variant.
     "float8_e4m3": "float8_e4m3fn",
     "float8_e8m0": "float8_e8m0fnu",
     "float4_e2m1": "float4_e2m1fn",
     "float4": "float4_e2m1fn",
-}
+}  # fmt: skip
 _BITS = {
     **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
     **{prefix + "16": "bfloat16" for prefix in ("bf", "bfp", "b")},

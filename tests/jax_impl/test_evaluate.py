@@ -335,3 +335,53 @@ def test_weights_have_the_derivative_of_training(engine: str, options: dict[str,
     # The loss is nearly quadratic in the rate.
     difference = (later(0.11) - later(0.09)) / 0.02
     np.testing.assert_allclose(jax.grad(later)(0.1), difference, rtol=1e-3)
+
+
+MESHES = [
+    ({"dp": 4}, ["no_shard", "optim", "optim_grads", "optim_grads_params"]),
+    ({"dp": 2, "tp": 2}, ["no_shard", "optim", "optim_grads", "optim_grads_params"]),
+    ({"outer": 2, "dp": 2}, ["no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp"]),
+]
+
+
+@pytest.mark.slow
+@ENGINES
+@pytest.mark.parametrize(("sizes", "strategy"), [(sizes, s) for sizes, names in MESHES for s in names])
+def test_weights_have_the_derivative_of_training_on_every_mesh(
+    engine: str, sizes: dict[str, int], strategy: str
+) -> None:
+    """Of a loss with weights, and of the values of each row, in float64."""
+    with jax.enable_x64(True):
+        options: dict[str, Any] = {"param_dtype": jnp.float64, "dtype": jnp.float64}
+        net = nnx.Sequential(
+            nnx.Linear(6, 10, rngs=nnx.Rngs(0), **options), nnx.Linear(10, 6, rngs=nnx.Rngs(1), **options)
+        )
+        parallel: Any = {"layers/0": "colwise", "layers/1": "rowwise"} if "tp" in sizes else None
+        plan, weights = fully_shard(
+            net,
+            data_parallel_mesh(sizes),
+            units=["layers/*"],
+            strategy=strategy,
+            engine=engine,
+            parallel=parallel,
+        )
+        random = np.random.default_rng(0)
+        rows = {"x": random.standard_normal((8, 6)), "weight": random.random(8)}
+
+        def total(by_row: Any) -> Any:
+            return (((by_row - rows["x"]) ** 2).sum(-1) * rows["weight"]).sum() / rows["weight"].sum()
+
+        def loss(model: Any, rows: Any) -> Any:
+            errors = ((model(rows["x"]) - rows["x"]) ** 2).sum(-1)
+            return (errors * rows["weight"]).sum(), rows["weight"].sum()
+
+        _, expected = make_train_step(plan, loss, optax.sgd(0.1)).gradients(weights, rows)
+        evaluate, values = (
+            make_eval_step(plan, loss),
+            make_eval_step(plan, lambda model, rows: model(rows["x"])),
+        )
+        of_loss = jax.grad(lambda weights: evaluate(weights, rows)["loss"])(weights)
+        of_rows = jax.jit(jax.grad(lambda weights: total(values(weights, rows))))(weights)
+        for key, gradient in expected.items():
+            for derivative in (of_loss, of_rows):
+                np.testing.assert_allclose(derivative[key], gradient, rtol=0, atol=1e-12)
