@@ -36,19 +36,13 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Box": "bridge.core.formats",
-    "CheckpointError": "bridge.core.formats",
-    "ConvertOptions": "bridge.checkpoints.convert.plan",
-    "Selection": "bridge.checkpoints.ground.selection",
-    "Tolerance": "bridge.checkpoints.compare.ulp",
-    "convert": "bridge.checkpoints.convert",
-    "create_checkpoint": "bridge.core.formats",
-    "diff": "bridge.checkpoints.compare.diff",
-    "inspect": "bridge.checkpoints.inspect.summary",
-    "open_checkpoint": "bridge.core.formats",
-    "prove": "bridge.checkpoints.prove.proof",
-    "verify": "bridge.checkpoints.verify",
-}
+    "Box": "bridge.core.formats", "CheckpointError": "bridge.core.formats",
+    "ConvertOptions": "bridge.checkpoints.convert.plan", "Selection": "bridge.checkpoints.ground.selection",
+    "Tolerance": "bridge.checkpoints.compare.ulp", "convert": "bridge.checkpoints.convert",
+    "create_checkpoint": "bridge.core.formats", "diff": "bridge.checkpoints.compare.diff",
+    "inspect": "bridge.checkpoints.inspect.summary", "open_checkpoint": "bridge.core.formats",
+    "prove": "bridge.checkpoints.prove.proof", "verify": "bridge.checkpoints.verify",
+}  # fmt: skip
 
 if OldPaths not in sys.meta_path:
     sys.meta_path.insert(0, OldPaths)

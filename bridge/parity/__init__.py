@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["ParityReport", "capture_jax", "capture_torch", "compare_traces", "parity", "tap", "write_report"]
 
 _HOMES = {
-    "ParityReport": "bridge.parity.report_page.report",
-    "capture_jax": "bridge.parity.compare.captured",
-    "capture_torch": "bridge.parity.compare.captured",
-    "compare_traces": "bridge.parity.compare.captured",
-    "parity": "bridge.parity.compare.parity",
-    "tap": "bridge.parity.recorded.recording",
+    "ParityReport": "bridge.parity.report_page.report", "capture_jax": "bridge.parity.compare.captured",
+    "capture_torch": "bridge.parity.compare.captured", "compare_traces": "bridge.parity.compare.captured",
+    "parity": "bridge.parity.compare.parity", "tap": "bridge.parity.recorded.recording",
     "write_report": "bridge.parity.compare.run",
-}
+}  # fmt: skip
 
 if not TYPE_CHECKING:
 

@@ -21,17 +21,10 @@ from torch_impl.dtensor.local import local_of, own_part
 _aten = torch.ops.aten
 
 RANDOM = {
-    _aten.bernoulli_.float,
-    _aten.cauchy_.default,
-    _aten.exponential_.default,
-    _aten.geometric_.default,
-    _aten.log_normal_.default,
-    _aten.normal_.default,
-    _aten.random_.default,
-    getattr(_aten.random_, "from"),
-    _aten.random_.to,
-    _aten.uniform_.default,
-}
+    _aten.bernoulli_.float, _aten.cauchy_.default, _aten.exponential_.default, _aten.geometric_.default,
+    _aten.log_normal_.default, _aten.normal_.default, _aten.random_.default, getattr(_aten.random_, "from"),
+    _aten.random_.to, _aten.uniform_.default,
+}  # fmt: skip
 
 
 def fill_randomly(func: Any, tensor: Any, *args: Any, generator: torch.Generator | None = None) -> None:
