@@ -261,6 +261,26 @@ def test_another_chain_goes_on_with_the_moments_and_steps(
     assert all(path.startswith(anew) for path in begun_anew)
 
 
+def test_a_template_of_another_optimizer_gets_no_advice_about_its_names(tmp_path: Path) -> None:
+    """Only names of the source can be dropped."""
+    with pytest.raises(CheckpointError, match=r"has the state of optax\.amsgrad") as caught:
+        into_optax(tmp_path, optax.amsgrad(0.1), {})
+    assert "--weights-only" in str(caught.value)
+    assert "--drop" not in str(caught.value)
+
+
+def test_what_the_template_has_no_place_for_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    both = [
+        {"params": params, "opt_state": tx.init(params)}
+        for tx in (optax.MultiSteps(scheduled(), 2), scheduled())
+    ]
+    source, like = (saved_by_orbax(tmp_path / name, tree) for name, tree in zip("ab", both, strict=True))
+    report = convert(source, tmp_path / "out", like=like)
+    assert "opt_state/acc_grads/fc/kernel" in report.dropped
+    assert not any("acc_grads" in remark for remark in report.remarks)
+
+
 def test_the_tree_of_an_earlier_conversion_is_a_template(tmp_path: Path) -> None:
     """Its keys have dots, as those of the state dict."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))

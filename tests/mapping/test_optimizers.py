@@ -344,7 +344,8 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
         r"another optimizer \(exp_avg, exp_avg_sq, grad_sum, params0 of a/kernel",
         lambda: optax.contrib.prodigy(RATE),
     ),
-    "adan": (r"another optimizer \(g, m, n of a/kernel", lambda: optax.adan(RATE)),
+    "adan": (r"another optimizer \(g, m, n, v of a/kernel", lambda: optax.adan(RATE)),
+    "ademamix": (r"another optimizer \(m1, m2, nu of a/kernel", lambda: optax.contrib.ademamix(RATE)),
     "lars": (r"optax\.lars or another chain .* \(trace of a/kernel", lambda: optax.lars(RATE)),
     "trace last": (
         r"optax\.lars or another chain .* \(trace of a/kernel",
@@ -354,7 +355,17 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.fast_cases(
-    *("amsgrad", "rmsprop, momentum", "adafactor", "lion", "schedule-free", "prodigy", "lars", "trace last")
+    *(
+        "amsgrad",
+        "rmsprop, momentum",
+        "adafactor",
+        "lion",
+        "schedule-free",
+        "prodigy",
+        "adan",
+        "lars",
+        "trace last",
+    )
 )
 @pytest.mark.parametrize("state_name", REFUSED_OPTAX)
 def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(state_name: str) -> None:

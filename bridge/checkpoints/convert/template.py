@@ -135,8 +135,9 @@ class Template:
             # The template's state is read as strictly as a source's: its names may mean other values.
             convention = table.conventions[plan.conventions[0]]
             index = NameIndex(table.rules, tree.convention.name, moments=True)
-            if problems := refused(named, named.object_paths, tree, convention, index).problems:
-                raise CheckpointError("\n".join(problems))
+            unequal = refused(named, named.object_paths, tree, convention, index, is_template=True)
+            if unequal.problems:
+                raise CheckpointError("\n".join(unequal.problems))
             told = (*told, *remarks(named, named.object_paths, tree, convention, ()))
         plan = dataclasses.replace(
             plan, conventions=plan.conventions if translated else None, remarks=tuple(dict.fromkeys(told))

@@ -139,9 +139,8 @@ class _Planner:
         outputs = self._moments(sections)
         weights = self._weights(owners, parts)
         if not unequal.problems:
-            require_whole(
-                tree, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
-            )
+            own = self.mapping.conventions[self.source.name]
+            require_whole(tree, own, str(self.reader.path), self.problems)
         planned = [*carried, *(self._tensor("weights", weight, view) for weight, view in weights.items())]
         states = StatePlan(self.reader, tree, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
@@ -153,12 +152,13 @@ class _Planner:
         plan = collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
         told: Iterable[str] = ()
         if self.target.name not in self.notes:
-            names = ["/".join(map(str, tensor.path)) for tensor in carried]
+            # A template may have no place for them.
+            names = [] if self.wanted else ["/".join(map(str, tensor.path)) for tensor in carried]
             told = remarks(self.reader, self.object_paths, tree, self.target, names)
             if any(outputs.values()) and (root := root_remark(self.target, self.to)):
                 told = (*told, root)
-        said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
-        return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
+        told = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
+        return replace(plan, conventions=(self.source.name, self.target.name), remarks=told)
 
     def _others(self, refused_names: Collection[str]) -> tuple[list[PlannedTensor], list[str]]:
         """Tensors other than weights and moments: those that are copied, and the names of those without a rule.
@@ -212,8 +212,8 @@ class _Planner:
     def _weights(self, owners: Mapping[str, Rule], parts: Collection[str]) -> dict[str, View]:
         """The target's weights, including second names. parts: the parts of the model that the source has."""
         weights, _ = self._outputs("weights", self.tree.weights, owners, {})
+        # Numbers of cases and heights of stacks can be compared only if all layers have one name.
         if any(self.source.name in rule.cases for rule in owners.values()):
-            # Numbers of cases and heights of stacks can be compared only if all layers have one name.
             theirs = NameIndex(self.mapping.rules, self.target.name)
             there = {weight: rule for weight in weights for rule in theirs.rules_of(weight)}
             for text, rule in uneven(self.mapping.rules, self.target.name, there):

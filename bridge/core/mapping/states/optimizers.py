@@ -71,10 +71,12 @@ def refused(
     source: SourceTree,
     target: Convention,
     index: NameIndex,
+    *,
+    is_template: bool = False,
 ) -> Refused:
     """The states in ``source`` that mean something else, or nothing, in ``target``.
 
-    paths: of the source's objects. index: knows the weights' names.
+    paths: of the source's objects. index: knows the weights' names. is_template: nothing can be dropped from it.
     """
     tree = source.convention.is_tree
     crossing = tree != target.is_tree
@@ -96,6 +98,9 @@ def refused(
         if crossing and not kept:
             alone = (s.sections.get("exp_avg", ()) for s in source.states if not s.sections.get("exp_avg_sq"))
             kept = [(_ALONE["exp_avg"], "exp_avg", weight, "") for weights in alone for weight in weights]
+    # In optax, a name of an unknown optimizer, such as v, may be that of a known one.
+    unknown = {weight: optimizer for optimizer, _, weight, _ in kept if tree and not optimizer.words}
+    kept = [(unknown.get(weight, optimizer), word, weight, name) for optimizer, word, weight, name in kept]
     weights: dict[Optimizer, dict[str, None]] = {}
     words: dict[Optimizer, dict[str, None]] = {}
     for optimizer, word, weight, _ in kept:
@@ -104,7 +109,7 @@ def refused(
     problems = [
         f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(words[optimizer]))} of "
         f"{first_of(names)}), which has no equivalent in {target.name}{f': {optimizer.reason}' if crossing else ''}. "
-        f"Leave the optimizer's state out (--weights-only){_without(optimizer, tree)}"
+        f"Leave the optimizer's state out (--weights-only){'' if is_template else _without(optimizer, tree)}"
         for optimizer, names in weights.items()
     ]
     if crossing and not tree:

@@ -150,7 +150,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
         shown = " and ".join(map(repr, (trees[chosen[0]].convention.places["weights"], *elsewhere)))
         raise MappingError(
             f"mapping {mapping.name}: expected the weights of one model in {where}, found them at {shown}: leave the "
-            "others out (--select, --drop), or give the place in the mapping's [convention] table"
+            "others out (of a source: --select, --drop), or give the place in the mapping's [convention] table"
         )
     return trees[chosen[0]]
 
