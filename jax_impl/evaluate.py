@@ -187,7 +187,7 @@ class EvalStep:
             run.defvjp(lambda *arguments: jax.vjp(call, *arguments), lambda vjp, cotangent: vjp(cotangent))
         returned, after = run(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
-            return as_parts(returned, self._has_aux), None, after
+            return as_parts(returned, self._has_aux, trained=False), None, after
         for parameter in unit_parameters(returned):
             raise ValueError(f"fn: expected results, got a parameter of a unit: {parameter!r}")
         rows = jax.tree.leaves(batch)[0].shape[0]

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -279,6 +280,65 @@ def test_what_the_template_has_no_place_for_is_not_said_to_be_kept(tmp_path: Pat
     assert not any("acc_grads" in remark for remark in report.remarks)
     without = convert(source, tmp_path / "kept", mapping=mapping)
     assert any("acc_grads" in remark for remark in without.remarks)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"torch_rng_state": torch.arange(9, dtype=torch.uint8)},
+        {"class_weights": torch.ones(5)},
+        {"best_acc1": torch.tensor([0.5])},
+        {"ema": MODEL, "epoch": torch.tensor(5)},
+        {"batch_stats": {"mean": torch.ones(3)}, "history": torch.ones(4)},
+    ],
+)
+@pytest.mark.parametrize("to", ["torch", "orbax"])
+def test_between_equal_names_anything_beside_the_weights_arrives(
+    tmp_path: Path, beside: dict[str, Any], to: str
+) -> None:
+    def tree(factor: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf * factor, {"model": MODEL, **beside})
+
+    if to == "torch":
+        for name, factor in (("s.pt", 3), ("like.pt", 1)):
+            torch.save(tree(factor), tmp_path / name)
+    else:
+        for name, factor in (("s.pt", 3), ("like.pt", 1)):
+            saved_by_orbax(tmp_path / name, jax.tree.map(lambda leaf: np.asarray(leaf), tree(factor)))
+    report = convert(tmp_path / "s.pt", tmp_path / "out", like=tmp_path / "like.pt")
+    assert (report.filled, report.dropped) == ({}, ())
+    assert diff(tmp_path / "s.pt", tmp_path / "out").same
+
+
+@pytest.mark.parametrize("own", [[0.0, 0.0], "x"])
+def test_a_tensor_where_the_template_has_another_value_is_refused(tmp_path: Path, own: Any) -> None:
+    """Stock DCP would not load it."""
+    source = saved_by_torch(tmp_path / "s.pt", train={"best": torch.tensor([0.25, 1.0])})
+    like = saved_by_torch(tmp_path / "like", train={"best": own})
+    with pytest.raises(CheckpointError, match=r"train\.best"):
+        convert(source, tmp_path / "out", like=like)
+    # A template without a value takes a number, as a number.
+    source = saved_by_torch(tmp_path / "n.pt", train={"best": torch.tensor(0.25)})
+    like = saved_by_torch(tmp_path / "none", train={"best": None})
+    convert(source, tmp_path / "out", like=like)
+    assert loaded(tmp_path / "out", train={"best": None}) == {"train": {"best": 0.25}}
+
+
+@pytest.mark.parametrize("with_names", [False, True])
+def test_numbered_states_need_no_mapping_between_equal_names(tmp_path: Path, with_names: bool) -> None:
+    sides = []
+    for seed, name in enumerate(("s.pt", "like.pt")):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+        optimizer = torch.optim.AdamW(model.named_parameters() if with_names else model.parameters())
+        for _ in range(seed + 1):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+        sides.append((model, optimizer))
+    report = convert(tmp_path / "s.pt", tmp_path / "out", like=tmp_path / "like.pt")
+    assert (report.filled, report.dropped) == ({}, ())
+    assert diff(tmp_path / "s.pt", tmp_path / "out").same
 
 
 def test_the_tree_of_an_earlier_conversion_is_a_template(tmp_path: Path) -> None:

@@ -321,8 +321,11 @@ def test_weights_have_the_derivative_of_training(engine: str, options: dict[str,
     step, evaluate = make_train_step(plan, loss, optimizer, donate=False), make_eval_step(plan, loss)
     _, expected = step.gradients(weights, rows, {}, (0.7,))
     derivative = jax.grad(lambda weights: evaluate(weights, rows, 0.7)["loss"])(weights)
+    shown = make_eval_step(plan, lambda *of: (jnp.float32(0), loss(*of)), has_aux=True)
+    of_aux = jax.grad(lambda weights: shown(weights, rows, 0.7)["aux"])(weights)
     for key, array in derivative.items():
         np.testing.assert_allclose(array, expected.get(key, 0), rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(of_aux[key], array, rtol=1e-5, atol=1e-8)
 
     @jax.jit
     def later(rate: Any) -> jax.Array:
@@ -375,6 +378,10 @@ def test_weights_have_the_derivative_of_training_on_every_mesh(
             errors = ((model(rows["x"]) - rows["x"]) ** 2).sum(-1)
             return (errors * rows["weight"]).sum(), rows["weight"].sum()
 
+        def with_aux(model: Any, rows: Any) -> Any:
+            value, weight = loss(model, rows)
+            return (0 * value, weight), {"error": value / weight}
+
         _, expected = make_train_step(plan, loss, optax.sgd(0.1)).gradients(weights, rows)
         evaluate, values = (
             make_eval_step(plan, loss),
@@ -382,6 +389,8 @@ def test_weights_have_the_derivative_of_training_on_every_mesh(
         )
         of_loss = jax.grad(lambda weights: evaluate(weights, rows)["loss"])(weights)
         of_rows = jax.jit(jax.grad(lambda weights: total(values(weights, rows))))(weights)
+        shown = make_eval_step(plan, with_aux, has_aux=True)
+        of_aux = jax.grad(lambda weights: shown(weights, rows)["aux"]["error"])(weights)
         for key, gradient in expected.items():
-            for derivative in (of_loss, of_rows):
+            for derivative in (of_loss, of_rows, of_aux):
                 np.testing.assert_allclose(derivative[key], gradient, rtol=0, atol=1e-12)

@@ -120,12 +120,13 @@ class Template:
         """Plan the translation of ``source`` into the template's tree.
 
         table: None if both have the same names. from_, into: the conventions of source and template, if names do not
-        tell. order: see `with_named_states`, for the template's optimizer. Raises CheckpointError with all leaves that
+        tell. order: see `with_named_states`. Raises CheckpointError with all leaves that
         do not fit.
         """
         translated = table is not None
         if table is None:
             table, from_, into = table_of_equal_names(source, self.reader), SOURCE, TARGET
+            source = with_named_states(with_plain_states(source, table), table, order)
         named = with_named_states(with_plain_states(self.reader, table), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
@@ -267,16 +268,17 @@ class _Fit:
             # Orbax restores an empty leaf only as an empty leaf.
             self.objects[name] = path, _OWN + own
             self.without_place += planned.sources if planned is not None else (planned_name,)
-        elif planned is not None and isinstance(value, int | float):
-            typed = typed_as(self._number(planned), value)
-            if typed is None:
+        elif planned is not None:
+            # Not as a tensor: stock DCP loads a tensor only into a tensor.
+            number = self._number(planned)
+            if isinstance(value, int | float):
+                number = typed_as(number, value)
+            if number is None or not (value is None or isinstance(value, int | float)):
                 self.problems.append(
-                    f"{name}: expected a number that {type(value).__name__} can hold, as in the template, got "
+                    f"{name}: expected a value that {type(value).__name__} can hold, as in the template, got "
                     f"{self._number(planned)!r} of shape {list(planned.shape)}"
                 )
-            self.notes[name] = path, typed
-        elif planned is not None:
-            self.tensors[name] = PlannedTensor(name, path, planned.content)
+            self.notes[name] = path, number
         elif planned_name in self.plan.objects:
             self.objects[name] = path, self.plan.objects[planned_name][1]
         else:

@@ -55,8 +55,11 @@ class LossParts(NamedTuple):
         return {"loss": self.value, **weight, **({"aux": self.aux} if has_aux else {})}
 
 
-def as_parts(returned: Any, has_aux: bool) -> LossParts:
-    """A loss's return value in a form that can be summed over parts. Raises ``ValueError`` for anything else."""
+def as_parts(returned: Any, has_aux: bool, *, trained: bool = True) -> LossParts:
+    """A loss's return value in a form that can be summed over parts. Raises ``ValueError`` for anything else.
+
+    ``trained``: derivatives of the loss train the weights, so that no other derivative exists.
+    """
     aux = None
     if has_aux:
         if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -69,14 +72,14 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
             "return statistics with the loss, pass has_aux=True and return (loss, statistics)"
         )
     if not pair:
-        return LossParts(mark_numbers(jnp.asarray(returned), LOSS), None, _addable(aux, None))
+        return LossParts(mark_numbers(jnp.asarray(returned), LOSS), None, _addable(aux, None, trained))
     value, weight = (jnp.asarray(x) for x in returned)
     # A count in bfloat16 would stop at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
     # The loss is sum / weight. A weight that depends on the model is refused (uneven_means.py), so its derivative is
     # zero and need not be traced.
     weight = lax.stop_gradient(mark_numbers(weight.astype(dtype), WEIGHT))
-    return LossParts(mark_numbers(value.astype(dtype), LOSS), weight, _addable(aux, weight))
+    return LossParts(mark_numbers(value.astype(dtype), LOSS), weight, _addable(aux, weight, trained))
 
 
 def is_loss(returned: Any) -> bool:
@@ -102,10 +105,10 @@ def _described(returned: Any) -> str:
     return type(returned).__name__
 
 
-def _addable(aux: Any, weight: jax.Array | None) -> Any:
+def _addable(aux: Any, weight: jax.Array | None, trained: bool) -> Any:
     def addable(leaf: Any) -> jax.Array:
-        # Statistics are reported, not trained on.
-        value = lax.stop_gradient(jnp.asarray(leaf))
+        # Statistics are reported, not trained on. A program may derive those of an evaluation.
+        value = lax.stop_gradient(jnp.asarray(leaf)) if trained else jnp.asarray(leaf)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
         return value if weight is None else value * weight.astype(value.dtype)

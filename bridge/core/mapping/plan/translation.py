@@ -168,7 +168,7 @@ class _Planner:
         trees = self.source.is_tree and self.target.is_tree
         # In a template with another chain, the source's places of other parts mean something else.
         moved = bool(self.wanted) and trees and self.source.states != self.target.states
-        at, of_one_layout = self.source.places["weights"], self.source.name == SOURCE
+        at = "" if self.source.name == SOURCE else self.source.places["weights"]
         carried, unmatched, numbered = [], [], set[TreePath]()
         for info in self.tree.others.values():
             if info.name in refused_names:
@@ -176,7 +176,7 @@ class _Planner:
             if moved and info.path[0] in beside_weights.OPTIMIZER_KEYS:
                 self.dropped += (info.name,)
                 continue
-            if beside_weights.is_carried(info, between_trees=trees and not of_one_layout, weights=at):
+            if beside_weights.is_carried(info, between_trees=trees and bool(at), weights=at):
                 view = identity(info.name, info.shape, info.dtype)
                 carried.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
             elif not is_numbered(info.path):

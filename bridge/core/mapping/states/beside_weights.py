@@ -26,10 +26,11 @@ def is_carried(info: TensorInfo, *, between_trees: bool, weights: str = WEIGHT) 
     Training state is copied. So is optimizer state other than moments: hyperparameters, and optax's own values, such as
     the counts of schedules. between_trees: only scalars of an optimizer are copied. Its other tensors, such as
     accumulated gradients, have the layout of the source's weights, and would be misread in the layout of the target's.
-    weights: their place. A number next to a root of all weights is one of the program's own, such as an epoch.
+    weights: their place. A number next to a root of all weights is one of the program's own, such as an epoch. Empty: a
+    mapping of equal names, which knows all weights; anything next to them is the program's own.
     """
     parts = [part for key in info.path for part in str(key).split(".")]
-    if len(info.path) == 1 and not info.shape and not weights.startswith(WEIGHT):
+    if len(info.path) == 1 and not (weights and (info.shape or weights.startswith(WEIGHT))):
         return True
     # MaxText stores generators in nnx_aux, together with parts of the model, which are not training state.
     if parts[0] in _CARRIED or (parts[0] == "nnx_aux" and "rngs" in parts):
