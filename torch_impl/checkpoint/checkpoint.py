@@ -31,6 +31,7 @@ from bridge.core.formats.saving.pending import PendingSave
 from bridge.core.formats.saving.steps import choose_step
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping
+from bridge.core.mapping.states.plain_states import in_plain_names
 from bridge.core.text import first_lines, first_of
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
@@ -245,7 +246,7 @@ def load_checkpoint(
             # Saved moments are read into live ones, which an optimizer has only after its first step.
             added.extend(materialize_state(optimizer, overwritten=True))
         with open_checkpoint(directory / str(chosen)) as reader:
-            named: CheckpointReader = reader
+            named = in_plain_names(reader)
             if mapping is not None:
                 named = mapped_reader(reader, mapping, model, optimizer)
             return _stage(named, model, optimizer, convert=moments == "convert")

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bridge.core.formats import CheckpointError, CheckpointReader
+from bridge.core.mapping.states.plain_states import without_wrappers
 from torch_impl.diagnostics.tensors import named_main_parameters
 from torch_impl.dtensor.remainders import main_values, remainder_of
 from torch_impl.dtensor.tensor import wrap_like
@@ -35,7 +36,7 @@ _GROUPS = "optimizer.param_groups."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``{fqn: live tensor}`` of all parameters and persistent buffers.
+    """``{fqn: live tensor}`` of all parameters and persistent buffers; names are those before compiling or wrapping.
 
     ValueError for state that is not a tensor, or on the meta device.
     """
@@ -50,7 +51,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name}: expected a tensor with memory, got one on the meta device; call model.to_empty(device=...) "
                 "first"
             )
-    return dict(tensors)
+    return {name: tensors[full] for full, name in without_wrappers(tensors).items()}
 
 
 def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,8 @@ def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The fqns of each parameter group's parameters; ValueError for a parameter that is not in the model."""
     # By identity: tensors compare by their elements.
-    known = {id(parameter): name for name, parameter in named_main_parameters(model)}
+    named = dict(named_main_parameters(model))
+    known = {id(named[full]): name for full, name in without_wrappers(named).items()}
     names = []
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

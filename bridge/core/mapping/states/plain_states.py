@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -62,6 +62,19 @@ def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[Tree
         entry for rule in mapping.rules for side in mapping.conventions for entry in rule.entries(side)
     )
     return {} if any(_WRAPPER.search(entry.path.text) for entry in entries) else plain
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """The names without wrappers, by name; unchanged if two would become equal."""
+    plain = {name: _WRAPPER.sub("", name) for name in names}
+    return plain if len({*plain.values()}) == len(plain) else {name: name for name in plain}
+
+
+def in_plain_names(reader: CheckpointReader) -> CheckpointReader:
+    """A state dict's reader without wrappers in its names, as the model had them before it was wrapped."""
+    paths = {path: tuple(_plain(key, "") for key in path) for path in _paths(reader)}
+    wrapped = reader.format in _STATE_DICTS and any(path != plain for path, plain in paths.items())
+    return PlainNames(reader, paths) if wrapped and len({*paths.values()}) == len(paths) else reader
 
 
 def _paths(reader: CheckpointReader) -> list[TreePath]:
