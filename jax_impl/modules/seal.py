@@ -160,8 +160,9 @@ def _twice(primals: Any, tangents: Any) -> Any:
     # Gradients are collected separately, so second derivatives would miss this part.
     raise ValueError(
         "loss: expected only first derivatives of units, got a derivative of a derivative (a gradient inside the "
-        "loss, such as a gradient penalty): the result would miss the part through the units' weights. Choose units "
-        "that this gradient does not pass through"
+        "loss, such as a gradient penalty, or of the gradient of a step or an evaluation): the result would miss the "
+        "part through the units' weights. Choose units that this gradient does not pass through, or derive the whole "
+        "model, plan.merge(unshard(plan, weights))"
     )
 
 

@@ -131,9 +131,9 @@ def test_a_value_arrives_with_all_its_bits(tmp_path: Path, given: Any, own: Any)
 @pytest.mark.parametrize(
     ("given", "own", "message"),
     [
-        (torch.tensor(9.7), 0, r"value: expected a number that int can hold, .* got 9\.69"),
+        (torch.tensor(9.7), 0, r"value: expected a value that int can hold, .* got 9\.69"),
         (torch.tensor(2**24 + 1), 0.0, None),
-        (torch.tensor([1, 2, 3]), 0, r"value: expected a number that int can hold, .* shape \[3\]"),
+        (torch.tensor([1, 2, 3]), 0, r"value: expected a value that int can hold, .* shape \[3\]"),
         (9.7, torch.tensor(0), r"value: expected a number that int64 of shape \[\] can store, .* got 9\.7"),
         (300, torch.tensor(0, dtype=torch.int8), r"value: expected a number that int8 .* got 300"),
         (2**24 + 1, torch.tensor(0.0), r"value: expected a number that float32 .* got 16777217"),
