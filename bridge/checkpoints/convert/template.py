@@ -276,7 +276,7 @@ class _Fit:
             if number is None or not (value is None or isinstance(value, int | float)):
                 self.problems.append(
                     f"{name}: expected a value that {type(value).__name__} can hold, as in the template, got "
-                    f"{self._number(planned)!r} of shape {list(planned.shape)}"
+                    f"{self._number(planned) or 'a tensor'} of shape {list(planned.shape)}"
                 )
             self.notes[name] = path, number
         elif planned_name in self.plan.objects:
