@@ -38,7 +38,7 @@ def with_plain_states(reader: CheckpointReader, mapping: MappingTable) -> Checkp
     if reader.format not in _STATE_DICTS:
         return reader
     if paths := plain_paths(reader, mapping):
-        reader = PlainNames(reader, paths, _front(_paths(reader), mapping))
+        reader = PlainNames(reader, paths, _prefix(_paths(reader), mapping))
     values = dict(_of_weights(reader))
     known = {info.path for info in reader.tensors.values()} | values.keys()
     values |= {path: value for path, value in _of_groups(reader) if path not in known}
@@ -52,10 +52,10 @@ def plain_paths(reader: CheckpointReader, mapping: MappingTable) -> Mapping[Tree
     Empty if no name has a wrapper, if rules of the mapping name one, and if two paths would become equal.
     """
     paths = _paths(reader)
-    front = _front(paths, mapping) if reader.format in _STATE_DICTS else ""
-    if not front and not any(map(_WRAPPER.search, (*reader.tensors, *reader.object_paths))):
+    prefix = _prefix(paths, mapping) if reader.format in _STATE_DICTS else ""
+    if not prefix and not any(map(_WRAPPER.search, (*reader.tensors, *reader.object_paths))):
         return {}
-    plain = {path: tuple(_plain(key, front) for key in path) for path in paths}
+    plain = {path: tuple(_plain(key, prefix) for key in path) for path in paths}
     if len({".".join(map(str, path)) for path in plain.values()}) < len(paths):
         return {}
     entries = (
@@ -81,40 +81,41 @@ def _paths(reader: CheckpointReader) -> list[TreePath]:
     return [*(info.path for info in reader.tensors.values()), *reader.object_paths.values()]
 
 
-def _plain(key: str | int, front: str) -> str | int:
+def _plain(key: str | int, prefix: str) -> str | int:
     if not isinstance(key, str):
         return key
-    return re.sub(rf"^((?:state|param_groups)\.)?{re.escape(front)}", r"\1", _WRAPPER.sub("", key))
+    return re.sub(rf"^((?:state|param_groups)\.)?{re.escape(prefix)}", r"\1", _WRAPPER.sub("", key))
 
 
-def _front(paths: Sequence[TreePath], mapping: MappingTable) -> str:
+def _prefix(paths: Sequence[TreePath], mapping: MappingTable) -> str:
     """What stands before all names of weights that rules have, where optimizer states repeat it; else empty."""
-    inside = [path[path.index(_STATE) + 1] for path in paths if _STATE in path[:-1]]
-    inside += [key[6:] for path in paths for key in path if isinstance(key, str) and key.startswith("state.")]
-    of_states = {_WRAPPER.sub("", str(key)) for key in inside}
+    inside = {str(path[path.index(_STATE) + 1]) for path in paths if _STATE in path[:-1]}
+    inside |= {str(key)[len("state.") :] for path in paths for key in path if str(key).startswith("state.")}
+    of_states = {_WRAPPER.sub("", key) for key in inside}
     known = [NameIndex(mapping.rules, side) for side in mapping.conventions]
-    fronts = set()
+    prefixes = set()
     for path in paths if of_states else ():
-        key = _WRAPPER.sub("", str(path[-1]))
-        cuts = (
-            [0, *(dot.end() for dot in re.finditer(r"\.", key))]
-            if len(path) > 1 and _STATE not in path
-            else []
-        )
-        fronts |= {*[key[:cut] for cut in cuts if any(index.knows(key[cut:]) for index in known)][:1]}
-    front = fronts.pop() if len(fronts) == 1 else ""
-    return front if any(key.isdecimal() or key.startswith(front) for key in of_states) else ""
+        key = _WRAPPER.sub("", str(path[-1])) if len(path) > 1 and _STATE not in path else ""
+        # The longest name that a rule has is the weight's.
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", key))):
+            if any(index.knows(key[start:]) for index in known):
+                prefixes.add(key[:start])
+                break
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    return prefix if any(key.isdecimal() or key.startswith(prefix) for key in of_states) else ""
 
 
 class PlainNames(AlteredReader):
     """``reader`` with the tree paths that ``paths`` gives for its own, and with names that follow from these paths.
 
-    front: see `_front`.
+    prefix: see `_prefix`.
     """
 
-    def __init__(self, reader: CheckpointReader, paths: Mapping[TreePath, TreePath], front: str = "") -> None:
+    def __init__(
+        self, reader: CheckpointReader, paths: Mapping[TreePath, TreePath], prefix: str = ""
+    ) -> None:
         super().__init__(reader)
-        self._front = front
+        self._prefix = prefix
         old = {name: info.path for name, info in reader.tensors.items()} | dict(reader.object_paths)
         plain = {name: ".".join(map(str, paths[path])) for name, path in old.items()}
         self._owns = {plain[name]: name for name in old}
@@ -135,7 +136,7 @@ class PlainNames(AlteredReader):
         value = self._reader.objects[self._owns[name]]
         # A group of a state dict with names lists the names of its weights.
         if self.object_paths[name][-1] in ("params", "param_names") and isinstance(value, list):
-            return [_plain(key, self._front) for key in value]
+            return [_plain(key, self._prefix) for key in value]
         return value
 
 
