@@ -141,10 +141,10 @@ class EvalStep:
         )
 
         def placed(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
-            loss, by_row, changed = local(weights, batch, plan.at_rest(variables), shared)
+            loss, by_row, changed = local(weights, batch, plan.constrain_variables(variables), shared)
             # On model axes the compiler would choose the sharding of the results.
             whole = lax.with_sharding_constraint(loss, plan.replicated)
-            return whole, self._in_rows(by_row), plan.at_rest(changed)
+            return whole, self._in_rows(by_row), plan.constrain_variables(changed)
 
         run = placed if plan.model_axes.names else local
         return jax.jit(program)
@@ -163,8 +163,8 @@ class EvalStep:
 
     def _whole(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         plan = self._plan
-        loss, by_row, after = self._forward(weights, batch, plan.at_rest(variables), shared)
-        changed = plan.at_rest(after) if self._mutable else {}
+        loss, by_row, after = self._forward(weights, batch, plan.constrain_variables(variables), shared)
+        changed = plan.constrain_variables(after) if self._mutable else {}
         return None if loss is None else self._mean(loss), self._in_rows(by_row), changed
 
     def _in_rows(self, by_row: Any) -> Any:

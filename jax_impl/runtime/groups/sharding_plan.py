@@ -122,7 +122,7 @@ class ShardingPlan(Viewed):
     def variable_sharding(self, path: str) -> NamedSharding:
         return NamedSharding(self.mesh, spec_of(self.variables[path], self.axes))
 
-    def at_rest(self, variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def constrain_variables(self, variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Inside a program: these variables, constrained to their shardings.
 
         A step constrains the variables that it gets, too: a loop of steps would shard its carry as the step uses it.

@@ -230,10 +230,10 @@ def _shard_map(
         weights: Buffers, batch: Batch, before: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         # On model axes the compiler would choose the sharding of the results.
-        loss, gradients, variables = step(weights, batch, plan.at_rest(before), shared)
+        loss, gradients, variables = step(weights, batch, plan.constrain_variables(before), shared)
         lying = {key: plan.sharding(key) for key in gradients}
         loss, gradients = lax.with_sharding_constraint((loss, gradients), (plan.replicated, lying))
-        return loss, gradients, plan.at_rest(variables)
+        return loss, gradients, plan.constrain_variables(variables)
 
     return placed
 
@@ -256,9 +256,9 @@ def _pjit(
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
         # Otherwise XLA may leave statistics cut like their activations, and the next step would be compiled again.
-        own = plan.at_rest(before)
+        own = plan.constrain_variables(before)
         loss, variables, gradients = _accumulate(plan, loss_fn, sources, own, parts, shared, microbatches)
-        return *divisors.divide(loss, finish(plan, gradients)), plan.at_rest(variables)
+        return *divisors.divide(loss, finish(plan, gradients)), plan.constrain_variables(variables)
 
     return whole
 
