@@ -232,7 +232,7 @@ def planned(
             objects,
             kinds,
             (*left_out, *plan.dropped),
-            tuple(name for name, made in outputs.items() if made.rounds or name in plan.inexact),
+            tuple(name for name, output in outputs.items() if output.rounds or name in plan.inexact),
             _companions(whole, unread, options),
             conventions=plan.conventions,
             remarks=(*found, *plan.remarks, *(changed.remarks if isinstance(changed, MergedReader) else ())),
