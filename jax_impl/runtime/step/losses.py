@@ -58,7 +58,7 @@ class LossParts(NamedTuple):
 def as_parts(returned: Any, has_aux: bool, *, trained: bool = True) -> LossParts:
     """A loss's return value in a form that can be summed over parts. Raises ``ValueError`` for anything else.
 
-    ``trained``: derivatives of the loss train the weights, so that no other derivative exists.
+    ``trained``: whether a step trains on the loss; then ``aux`` has no derivative.
     """
     aux = None
     if has_aux:
