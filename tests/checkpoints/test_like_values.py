@@ -208,6 +208,15 @@ def test_values_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         convert(source, tmp_path / "none", like=saved_by_torch(tmp_path / "other", epoch=0, args=7))
 
 
+def test_a_value_of_the_template_that_cannot_be_read_is_refused_with_what_helps(tmp_path: Path) -> None:
+    like = saved_by_torch(tmp_path / "like.pt", args=argparse.Namespace(rate=1))
+    with pytest.raises(CheckpointError, match=r"'args'.*save the template without this value") as caught:
+        convert(saved_by_torch(tmp_path / "s.pt", epoch=3), tmp_path / "out", like=like)
+    assert "--drop" not in str(caught.value)
+    convert(saved_by_torch(tmp_path / "with.pt", args="fast"), tmp_path / "out", like=like)
+    assert loaded(tmp_path / "out", args="") == {"args": "fast"}
+
+
 def scheduled(*before: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.chain(
         *before, optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1 / (1 + count))

@@ -120,8 +120,7 @@ class Template:
         """Plan the translation of ``source`` into the template's tree.
 
         table: None if both have the same names. from_, into: the conventions of source and template, if names do not
-        tell. order: see `with_named_states`. Raises CheckpointError with all leaves that
-        do not fit.
+        tell. order: see `with_named_states`. Raises CheckpointError with all leaves that do not fit.
         """
         translated = table is not None
         if table is None:
@@ -262,6 +261,12 @@ class _Fit:
                 self.notes[name], self.filled[name] = (path, step), f"the source's step, {step}"
                 return
             self.objects[name] = path, _OWN + own
+            try:
+                self.template.objects[own]
+            except CheckpointError as error:
+                self.problems.append(
+                    f"{error}, and nothing in the source: save the template without this value"
+                )
             if empty_kind(value) is None and path[-1] not in _LISTS:
                 self.filled[name] = _UNCHANGED
         elif self.to == "orbax" and empty_kind(value) is not None:
@@ -271,14 +276,13 @@ class _Fit:
         elif planned is not None:
             # Not as a tensor: stock DCP loads a tensor only into a tensor.
             number = self._number(planned)
-            if isinstance(value, int | float):
-                number = typed_as(number, value)
-            if number is None or not (value is None or isinstance(value, int | float)):
+            typed = typed_as(number, value) if isinstance(value, int | float) else number
+            if typed is None or not (value is None or isinstance(value, int | float)):
                 self.problems.append(
                     f"{name}: expected a value that {type(value).__name__} can hold, as in the template, got "
-                    f"{self._number(planned) or 'a tensor'} of shape {list(planned.shape)}"
+                    f"{number or 'a tensor'} of shape {list(planned.shape)}"
                 )
-            self.notes[name] = path, number
+            self.notes[name] = path, typed
         elif planned_name in self.plan.objects:
             self.objects[name] = path, self.plan.objects[planned_name][1]
         else:
@@ -349,16 +353,11 @@ class _Fit:
         return joined_name(self._planned_path(path), self.to)
 
     def _value_at(self, planned_name: str) -> object:
-        """The source's value for a leaf, if the source has no tensor for it; None if it has no value, or an empty one.
-
-        CheckpointError if the value cannot be read.
-        """
-        value: object = None
+        """The source's value for a leaf; None for a tensor, no value or an empty one. CheckpointError if unreadable."""
+        _, value = self.plan.notes.get(planned_name, ((), None))
         if planned_name in self.plan.objects:
             old = self.plan.objects[planned_name][1]
             value = readable_values(self.source, [old])[old]
-        elif planned_name in self.plan.notes:
-            value = self.plan.notes[planned_name][1]
         return None if empty_kind(value) is not None else value
 
     def _number(self, tensor: PlannedTensor) -> Number | None:
@@ -392,6 +391,7 @@ class _Fit:
         """A planned count for each different step of the source's optimizer."""
         values: dict[int, str] = {}
         for name, tensor in self.plan.tensors.items():
-            if is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS:
-                values.setdefault(int(self._number(tensor) or 0), name)  # type: ignore[arg-type]  # of a real dtype
+            is_step = is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS
+            if is_step and (step := typed_as(self._number(tensor), 0)) is not None:
+                values.setdefault(int(step), name)
         return {name: value for value, name in values.items()}
