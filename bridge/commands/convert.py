@@ -130,9 +130,12 @@ def _convert(
         )
         proof = None
         if run.prove:
+            from bridge.checkpoints.prove.noted import note_proof
             from bridge.checkpoints.prove.proof import prove
 
             proof = prove(at_step(src, step), dst, options)
+            if (local := place_here(dst)) is not None:
+                note_proof(local, proof)
     print_result(report, json, proof)
     if report.faults or (proof is not None and not proof):
         raise typer.Exit(1)

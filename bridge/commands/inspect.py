@@ -140,6 +140,8 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
     else:
         print_line(out, title)
         _print_list(out, summary)
+    if summary.certificate is not None:
+        print_line(out, str(summary.certificate))
     print_left_alone(out, summary.left_alone)
     for name, implementation in summary.key_types.items():
         print_line(out, f"{name} is a typed PRNG key, key<{implementation}>")

@@ -96,6 +96,8 @@ def _print(out: Console, report: VerifyReport) -> None:
         f"{counted(report.chunks, 'chunk')}, {counted(report.objects, 'object')}, "
         f"{human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
     )
+    if report.certificate is not None:
+        print_line(out, str(report.certificate))
     count, damaged = len(report.problems), len(report.damaged)
     others = ", the others are whole" if damaged < report.tensors else ""
     whole = f"; {damaged} of {report.tensors} tensors are damaged{others}" if damaged else ""

@@ -21,6 +21,7 @@ from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.convert.plan import (
     Conversion,
     ConvertOptions,
+    certificate_of,
     conversion_key,
     planned,
     require_unchanged,
@@ -334,6 +335,7 @@ def _convert(
             conversion_key(conversion, options.items_to_write),
             resume,
             conversion.companions.place,
+            certificate_of(conversion, options),
         )
         with (
             large_buffers_returned(),

@@ -9,8 +9,22 @@ from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.rules import family_names, load_mapping
 from bridge.core.mapping.language.table import MODEL_TYPE, MappingTable, mismatch
+from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.source_tree import find, fits
 from bridge.core.text import did_you_mean, first_of
+
+
+def why_mapping(
+    source: CheckpointReader, template: CheckpointReader | None, conventions: Sequence[str]
+) -> str:
+    """Why a conversion that names no mapping, but a template or conventions, needs one; empty if it does not."""
+    if template is None or conventions:
+        return f"convention {conventions[0]} belongs to one"
+    try:
+        table_of_equal_names(source, template)
+    except MappingError as error:
+        return str(error)
+    return ""
 
 
 def found_mapping(

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.convert.found_mapping import found_mapping
+from bridge.checkpoints.convert.found_mapping import found_mapping, why_mapping
 from bridge.checkpoints.convert.template import Fitted, Template, step_of_template, template_at
-from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.ground.checked import checked, manifest_home
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values, require_no_tensors
 from bridge.core.formats import Format, format_named, open_checkpoint
+from bridge.core.formats.files.certificate import Certificate
+from bridge.core.formats.files.manifest import manifest_path
 from bridge.core.formats.orbax.item import StepMetadata
+from bridge.core.formats.reading.regular_files import digest_of
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
@@ -33,14 +36,12 @@ from bridge.core.formats.whole.companions import (
 )
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.long_calls import collection_paused
-from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
 from bridge.core.mapping.plan.plan import carried_over
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.equal_names import table_of_equal_names
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.plain_states import with_plain_states
 from bridge.core.version import __version__
@@ -206,7 +207,8 @@ def planned(
     ):
         planning.enter_context(collection_paused())
         held = changed = altered(held, adapter, options)
-        target = options.to or _usual_target(held, template)
+        usual: Format = "dcp" if held.format == "orbax" else "orbax"
+        target = options.to or (usual if template is None else template.format)
         table, found = (table, ()) if table is not None else _found(whole, held, template, target, options)
         fitted, held, left_out = _chosen(whole, held, template, target, table, options)
         files, digest = _files_of(whole)
@@ -271,19 +273,6 @@ def _table_of(options: ConvertOptions, mapping: MappingLike | None) -> MappingTa
     return mapping_table(mapping, options.axes, options.tied, any_model=options.any_model)
 
 
-def _needs_mapping(reader: CheckpointReader, template: Template | None, options: ConvertOptions) -> str:
-    """Why a conversion that names no mapping needs one; empty if it does not."""
-    if not options.finds_a_mapping:
-        return ""
-    if template is None or options.into is not None or options.from_ is not None:
-        return f"convention {options.into or options.from_} belongs to one"
-    try:
-        table_of_equal_names(reader, template.reader)
-    except MappingError as error:
-        return str(error)
-    return ""
-
-
 def _found(
     whole: CheckpointReader,
     held: CheckpointReader,
@@ -292,11 +281,13 @@ def _found(
     options: ConvertOptions,
 ) -> tuple[MappingTable | None, tuple[str, ...]]:
     """The mapping of a conversion that names none, with a remark; no mapping if names need none."""
-    if why := _needs_mapping(held, template, options):
+    conventions = [name for name in (options.into, options.from_) if name is not None]
+    there = None if template is None else template.reader
+    if options.finds_a_mapping and (why := why_mapping(held, there, conventions)):
         table, remark = found_mapping(
             held,
             lambda t: _chosen(whole, held, template, target, _table_of(options, t), options),
-            [name for name in (options.into, options.from_) if name is not None],
+            conventions,
             why,
         )
         return _table_of(options, table), (remark,)
@@ -350,12 +341,6 @@ def _files_of(reader: CheckpointReader, role: str = "source") -> tuple[tuple[Pat
     return files, digest_of(files)
 
 
-def _usual_target(reader: CheckpointReader, template: Template | None) -> Format:
-    if template is not None:
-        return template.format
-    return "dcp" if reader.format == "orbax" else "orbax"
-
-
 def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:
     """The files that are copied. unread: files next to the source that are left alone, by name."""
     companions = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
@@ -378,6 +363,29 @@ def conversion_key(conversion: Conversion, write_items: Sequence[str] = ()) -> d
     }
 
 
+def certificate_of(conversion: Conversion, options: ConvertOptions) -> Certificate:
+    """The certificate for the destination's manifest."""
+    digests = {name: digest for name, (_, digest) in conversion.also_read.items()}
+    digests |= {"source": conversion.digest, "plan": conversion.fingerprint}
+    if isinstance(conversion.source, Path):
+        manifest = manifest_path(manifest_home(conversion.source))
+        if manifest.is_file():
+            digests["source manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    return Certificate(
+        str(conversion.source),
+        conversion.source_format,
+        __version__,
+        digests,
+        "" if conversion.mapping is None else conversion.mapping.name,
+        conversion.conventions or (),
+        conversion.filled,
+        conversion.left_out,
+        conversion.inexact,
+        tuple(options.casts),
+        conversion.faults,
+    )
+
+
 def require_unchanged(conversion: Conversion) -> None:
     """CheckpointError if the source, the template or the adapter has changed since the conversion was planned."""
     for place, files, digest in (
@@ -389,12 +397,3 @@ def require_unchanged(conversion: Conversion) -> None:
                 f"{place} was changed while it was being converted: expected one checkpoint, found parts of two; "
                 "convert it again when its writer has finished"
             )
-
-
-def digest_of(files: Sequence[Path]) -> str:
-    """A digest of files by name, size and time, so that a changed checkpoint is not mixed with its past."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        status = path.stat()
-        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]

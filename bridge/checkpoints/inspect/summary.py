@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bridge.checkpoints.ground.checked import manifest_home
 from bridge.core.formats import open_checkpoint
-from bridge.core.formats.files.manifest import manifest_path
+from bridge.core.formats.files.certificate import Certificate
+from bridge.core.formats.files.manifest import manifest_path, without_certificate
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, unreadable
@@ -44,7 +45,8 @@ class Summary(Viewed):
 
     manifest: whether it has one of ours, with which `verify` can tell that nothing changed. key_types: by name, the
     implementation of tensors that are typed PRNG keys; their dtype is the key data's. left_alone: by name, files next
-    to the checkpoint that look like weights, with the reason why each was not read. object_paths: by name.
+    to the checkpoint that look like weights, with the reason why each was not read. object_paths: by name. certificate:
+    of the conversion that made the checkpoint, if one did.
     """
 
     path: Path | str
@@ -57,6 +59,7 @@ class Summary(Viewed):
     key_types: Mapping[str, str]
     left_alone: Mapping[str, str]
     object_paths: Mapping[str, TreePath]
+    certificate: Certificate | None = None
 
     def summary(self) -> str:
         """One line."""
@@ -109,7 +112,8 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
                 reasons[name] = str(error)
         whole = reader.opened if isinstance(reader, StoredReader) else reader
         parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
-        manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
+        manifests = [manifest_path(manifest_home(home_of(part))) for part in parts]
+        manifest = all(path.is_file() for path in manifests)
         return Summary(
             place_of(path),
             reader.format,
@@ -121,7 +125,17 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
             key_types(reader),
             left_alone(reader),
             {name: reader.object_paths[name] for name in objects},
+            _certificate(manifests[0], reasons) if manifest else None,
         )
+
+
+def _certificate(manifest: Path, reasons: dict[str, str]) -> Certificate | None:
+    """The certificate in a manifest; None, with the reason, if it cannot be read."""
+    try:
+        return without_certificate(manifest.read_bytes())[1]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reasons[manifest.name] = f"its certificate: {error!r:.200}"
+    return None
 
 
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:

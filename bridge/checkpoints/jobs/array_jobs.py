@@ -28,6 +28,7 @@ from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.convert.plan import (
     Conversion,
     ConvertOptions,
+    certificate_of,
     conversion_key,
     planned,
     require_unchanged,
@@ -118,7 +119,7 @@ def convert_part(
         missing = () if stage.committed() else stage.missing
         whole = None
         if commit and not missing and not stage.committed():
-            notes = _commit(conversion, stage, replace)
+            notes = _commit(conversion, options, stage, replace)
             written = 0 if was_there else plan.sizes[part - 1] - resumed
             whole = _whole(destination, conversion, options, notes, started, written)
         committed = stage.committed()
@@ -162,7 +163,7 @@ def commit_parts(
             require_place(conversion, destination, replace)
             if stage.missing:
                 raise CheckpointError(_missing(stage))
-        notes = _commit(conversion, stage, replace)
+        notes = _commit(conversion, options, stage, replace)
         stage.tidy()
     return _whole(destination, conversion, options, notes, started)
 
@@ -240,10 +241,13 @@ class _PartCopy:
         return done
 
 
-def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Mapping[str, object]]:
+def _commit(
+    conversion: Conversion, options: ConvertOptions, stage: Stage, replace: bool
+) -> Sequence[Mapping[str, object]]:
     """Join all parts. If another process is joining them, wait for it."""
     replaceable, outputs = require_replaceable if replace else None, conversion.outputs.values()
-    attempt = Attempt(replaceable, stage.key, resume=True, accompany=conversion.companions.place)
+    certificate = certificate_of(conversion, options)
+    attempt = Attempt(replaceable, stage.key, True, conversion.companions.place, certificate)
     parts = [stage.part(number) for number in range(1, stage.count + 1)]
     notes: Sequence[Mapping[str, object]] = ()
     while not stage.committed():

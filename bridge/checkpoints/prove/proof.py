@@ -24,6 +24,7 @@ from bridge.checkpoints.convert.plan import Conversion, ConvertOptions, adapter_
 from bridge.checkpoints.ground.selection import SelectedReader
 from bridge.checkpoints.prove.weight_state import WeightState, options_by_weight
 from bridge.core.formats import open_checkpoint
+from bridge.core.formats.files.certificate import WRONG
 from bridge.core.formats.orbax.item import step_metadata
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
@@ -92,11 +93,15 @@ class Proof(Viewed):
     def __bool__(self) -> bool:
         return not (self.problems or self.missing) and all(state.equal for state in self.states)
 
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        wrong = bool(self.problems) or not all(state.equal for state in self.states)
+        return WRONG if wrong else "not proven" if self.missing else "proven"
+
     def summary(self) -> str:
         """The verdict, and a line for each problem and state."""
-        wrong = bool(self.problems) or not all(state.equal for state in self.states)
-        verdict = "the result is wrong" if wrong else "not proven" if self.missing else "proven"
-        lines = [f"{verdict} by {', '.join(self.libraries) or 'no library'}"]
+        lines = [f"{self.verdict} by {', '.join(self.libraries) or 'no library'}"]
         if not self.problems and self.tensors:
             no_step = "" if self.states or self.missing else "; no optimizer state to take a step from"
             lines.append(f"{counted(self.tensors, 'tensor')} restored, with every bit{no_step}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.checkpoints.ground.checked import Problem
+from bridge.core.formats.files.certificate import Certificate
 from bridge.core.text import counted, human_bytes
 from bridge.core.views import Viewed
 
@@ -29,7 +30,8 @@ class VerifyReport(Viewed):
     that a checksum of the manifest or of the format covers; None if the format does not say. unread: names of tensors
     whose elements cannot be read, and so were not checked. damaged: names of tensors with a chunk that could not be
     read or has changed; all others are intact. left_alone: why files next to the checkpoint that look like weights were
-    not checked; this is not a problem. Its truth value is `good`.
+    not checked; this is not a problem. certificate: of the conversion that made the checkpoint, if one did. Its truth
+    value is `good`.
     """
 
     path: Path | str
@@ -48,6 +50,7 @@ class VerifyReport(Viewed):
     error: Exception | None = None
     damaged: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
+    certificate: Certificate | None = None
 
     def summary(self) -> str:
         """The verdict, and what was checked."""
@@ -99,4 +102,5 @@ def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         unread=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
         error=None if opened else of_parts[0].error,
         damaged=tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
+        certificate=next((report.certificate for report in of_parts if report.certificate), None),
     )

@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,8 @@ from bridge.core.formats.files.atomic import (
     remove,
     temporaries_of,
 )
+from bridge.core.formats.files.certificate import Certificate
+from bridge.core.formats.files.manifest import certify
 from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.stores.folder import StoreFolder, another_conversion
 from bridge.core.formats.stores.store import is_url
@@ -197,17 +200,26 @@ class Attempt:
     (`bridge.core.formats.whole.replaceable`). key: if given, progress is noted in a journal, and a later attempt with
     the same key can resume. resume: continue such an attempt, if there is one, and keep the working directory if this
     attempt fails. accompany: called with the complete working directory and the checkpoint's path just before the
-    commit; it may write further files.
+    commit; it may write further files. certificate: for the manifest.
     """
 
     replace: Callable[[Path], None] | None = None
     key: Key = field(default_factory=dict)
     resume: bool = False
     accompany: Callable[[Path, Path], None] | None = None
+    certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
         if self.resume and not self.key:
             raise ValueError("resume: expected a key that identifies the conversion to resume, got none")
+
+    def complete(self, single: bool, working: Path, target: Path) -> None:
+        """Add what belongs to the checkpoint in this directory before it moves to ``target``."""
+        # A single file has no room for companions.
+        if self.accompany is not None and not single:
+            self.accompany(working, target)
+        if self.certificate is not None:
+            certify(working, self.certificate)
 
 
 class WorkingDirectory(CommitOrAbort):
@@ -225,8 +237,7 @@ class WorkingDirectory(CommitOrAbort):
                 "end in .tmp- and 8 digits, choose another"
             )
         self._replace = attempt.replace
-        # A single file has no room for companions.
-        self._accompany = attempt.accompany if payload is None else None
+        self._complete = partial(attempt.complete, payload is not None)
         self._require_replaceable(target)
         journal = resume(target, attempt.key) if attempt.resume else None
         if journal is not None and payload is not None and not (journal.directory / payload).exists():
@@ -268,8 +279,7 @@ class WorkingDirectory(CommitOrAbort):
         with on_failure(self.abort):
             # Checked again: hours may have passed since the first check.
             self._require_replaceable(self.path)
-            if self._accompany is not None:
-                self._accompany(self.temporary, self.path)
+            self._complete(self.temporary, self.path)
         self._directory.commit()
         if self.journal is not None:
             # Only now: a kill before the rename leaves a directory that can still be resumed.
@@ -302,11 +312,7 @@ def working_place(
 ) -> WorkingDirectory | StoreFolder:
     """Where a checkpoint is written until it is complete: a directory on this machine, or the store itself."""
     if is_url(path):
-        return StoreFolder(
-            str(path),
-            attempt.key,
-            resume=attempt.resume,
-            single=payload is not None,
-            accompany=attempt.accompany,
-        )
+        single = payload is not None
+        complete = partial(attempt.complete, single)
+        return StoreFolder(str(path), attempt.key, resume=attempt.resume, single=single, complete=complete)
     return WorkingDirectory(path, attempt, payload=payload)

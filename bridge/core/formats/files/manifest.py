@@ -9,23 +9,26 @@ Every checkpoint that is written here has a manifest, in its directory, or next 
      "tensors": {"model.w": {"dtype": "float32", "shape": [4, 3],
                              "chunks": [[[0, 0], [2, 3], "9ae0daaf"], [[2, 0], [2, 3], "13a92d01"]]}},
      "objects": {"train.note": "6f10c2b8"},
-     "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null, "77e0a1b2"]}}
+     "files": {".metadata": [2815, "c1d04330"], "__0_0.distcp": [25344, null, "77e0a1b2"]},
+     "certificate": [{"source": "runs/torch/step_10", ...}, "5fd0c8e1"]}
 
 Checksums are CRC-32C in hexadecimal: of a chunk's elements in row-major order, little-endian; of an object's value; of
 a file's bytes. A file's checksum is null if the chunks' checksums cover its data; then a third entry is the checksum of
 all bytes of the file that are not elements of chunks, such as headers. A CRC of 32 bits detects every change within 32
-consecutive bits. It is not a signature: whoever can change the data can change the manifest.
+consecutive bits. It is not a signature: whoever can change the data can change the manifest. A conversion adds its
+certificate (see `certificate.py`), which has the SHA-256 of all before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import marshal
 import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from typing import Any
 import google_crc32c
 
 from bridge.core.formats.files.atomic import sidecar_of
+from bridge.core.formats.files.certificate import Certificate, certificate_from
 from bridge.core.formats.reading.regular_files import once_each, open_regular, small_file
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
@@ -41,7 +45,7 @@ from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 
 MANIFEST_FILE = "twinshard_manifest.json"
-_MARK = "twinshard_manifest"
+MARK = "twinshard_manifest"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
 _BLOCK = 8 << 20
@@ -58,6 +62,7 @@ _ENTRY = re.compile(
 _BESIDE = len('"": 01234567"]]}, ')
 """Characters of an entry other than its name and the second group of `_ENTRY`."""
 _AFTER_TENSORS = '}, "objects": {'
+_CERTIFICATE = b', "certificate": '
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
 
 
@@ -97,7 +102,7 @@ class ManifestFile:
 class Manifest:
     """The contents of a checkpoint; tensors and objects by their names in its reader, files by relative path.
 
-    conversion: identifies the conversion in parts that made the checkpoint, if one did.
+    conversion: identifies the conversion in parts that made the checkpoint, if one did. certificate: of the conversion.
     """
 
     format: str
@@ -105,6 +110,7 @@ class Manifest:
     objects: Mapping[str, int]
     files: Mapping[str, ManifestFile]
     conversion: str | None = None
+    certificate: Certificate | None = None
 
 
 def manifest_path(checkpoint: Path) -> Path:
@@ -112,21 +118,6 @@ def manifest_path(checkpoint: Path) -> Path:
     if checkpoint.is_dir():
         return checkpoint / MANIFEST_FILE
     return sidecar_of(checkpoint)
-
-
-def require_own(path: Path) -> None:
-    """CheckpointError if a file that is not a manifest has the manifest's name: that file must not be overwritten."""
-    if not os.path.lexists(path):
-        return
-    start = b""
-    if path.is_file():
-        with path.open("rb") as file:
-            start = file.read(256)
-    if _MARK.encode() not in start:
-        raise CheckpointError(
-            f"{path} has the name of the checkpoint's manifest, but is not a manifest: move the file away, or choose "
-            "another name for the checkpoint"
-        )
 
 
 def object_checksum(value: object) -> int:
@@ -196,7 +187,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 def render_manifest(manifest: Manifest) -> bytes:
     """The manifest as a file's content."""
-    head = {_MARK: _VERSION, "format": manifest.format}
+    head = {MARK: _VERSION, "format": manifest.format}
     data: dict[str, object] = {
         "objects": {name: _hex(crc) for name, crc in manifest.objects.items()},
         "files": {
@@ -224,11 +215,43 @@ def render_manifest(manifest: Manifest) -> bytes:
     return f'{json.dumps(head)[:-1]}, "tensors": {{{", ".join(entries)}}}, {json.dumps(data)[1:]}'.encode()
 
 
+def certify(folder: Path, certificate: Certificate) -> None:
+    """Add a certificate to the manifests of the checkpoint in this directory, or of its items."""
+    for path in folder.rglob(MANIFEST_FILE):
+        if path.name == MANIFEST_FILE:
+            path.write_bytes(certified(path.read_bytes(), certificate))
+
+
+def certified(data: bytes, certificate: Certificate) -> bytes:
+    """A manifest's content with this certificate in place of an earlier one, and with the digest of all else."""
+    rest, _ = without_certificate(data)
+    digests = {**certificate.digests, "manifest": hashlib.sha256(rest).hexdigest()}
+    # With lists in place of tuples, as it will be read: their checksums differ.
+    entry = json.loads(json.dumps(vars(replace(certificate, digests=digests))))
+    return rest[:-1] + _CERTIFICATE + json.dumps([entry, _hex(object_checksum(entry))]).encode() + b"}"
+
+
+def without_certificate(data: bytes) -> tuple[bytes, Certificate | None]:
+    """A manifest's content without its certificate, and the certificate. ValueError if it is not of this manifest."""
+    # No name can contain this text, since quotes in names are escaped, and nothing else has a list with a table.
+    position = data.rfind(_CERTIFICATE + b"[{")
+    if position < 0:
+        return data, None
+    rest = data[:position] + data[-1:]
+    entry, crc = json.loads(data[position + len(_CERTIFICATE) : -1])
+    certificate = certificate_from(entry)
+    digest = hashlib.sha256(rest).hexdigest()
+    if _crc(crc) != object_checksum(entry) or certificate.digests.get("manifest") != digest:
+        raise ValueError("expected the certificate of this manifest, found another or a changed one")
+    return rest, certificate
+
+
 def parse_manifest(data: bytes, what: str) -> Manifest:
     """A manifest from a file's content; `what` names the file in errors. CheckpointError if it is malformed."""
     try:
+        data, certificate = without_certificate(data)
         root, tensors = _usual(data) or (json.loads(data), None)
-        if root[_MARK] != _VERSION:
+        if root[MARK] != _VERSION:
             raise ValueError(f"expected version {_VERSION}, got {root['twinshard_manifest']!r:.40}")
         return Manifest(
             _text(root["format"]),
@@ -241,6 +264,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
                 for name, (size, crc, *rest) in root["files"].items()
             },
             _conversion(root),
+            certificate,
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{what}: malformed or damaged manifest: {error!r:.200}") from error
@@ -323,7 +347,7 @@ def _tensor(entry: Any) -> ManifestTensor:
 
 
 def _conversion(root: Mapping[str, Any]) -> str | None:
-    unknown = root.keys() - {_MARK, "format", "tensors", "objects", "files", "conversion"}
+    unknown = root.keys() - {MARK, "format", "tensors", "objects", "files", "conversion"}
     if unknown:
         raise ValueError(f"expected no further entries, got {min(unknown)!r:.40}")
     if "conversion" not in root:

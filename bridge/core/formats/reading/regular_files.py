@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -159,6 +160,15 @@ def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
             if not isinstance(file, StorePath):
                 by_file[file] = Stamp.of(file.stat())
     return by_file
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of files by name, size and time, so that a changed checkpoint is not mixed with its past."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        status = path.stat()
+        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:

@@ -23,12 +23,12 @@ from bridge.core.formats.files.atomic import sidecar_of
 from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
+    MARK,
     Manifest,
     ManifestFile,
     file_entry,
     object_checksum,
     render_manifest,
-    require_own,
     rest_checksum,
 )
 from bridge.core.formats.files.part_files import Share, move_up, part_manifest, write_joint_manifest
@@ -73,7 +73,7 @@ class SafetensorsWriter(FlatWriter):
         single = Path(path).name if Path(path).name.endswith(SUFFIX) else None
         if single is not None:
             # The manifest goes next to the file, where a file of the user may already exist.
-            require_own(sidecar_of(Path(path)))
+            _require_manifest(sidecar_of(Path(path)))
         self._directory = working_place(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
         self._single, self._share = single, share
@@ -231,6 +231,21 @@ class SafetensorsWriter(FlatWriter):
                 "first"
             )
         self._refuse_repeated(name, self._object_checksums)
+
+
+def _require_manifest(path: Path) -> None:
+    """CheckpointError if a file that is not a manifest has the manifest's name: that file must not be overwritten."""
+    if not os.path.lexists(path):
+        return
+    start = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(256)
+    if MARK.encode() not in start:
+        raise CheckpointError(
+            f"{path} has the name of the checkpoint's manifest, but is not a manifest: move the file away, or choose "
+            "another name for the checkpoint"
+        )
 
 
 class _Rows(Sink):

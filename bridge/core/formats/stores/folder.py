@@ -75,7 +75,7 @@ class StoreFolder:
     """The place of a checkpoint at a URL.
 
     key: identifies the conversion. resume: continue with the data that an attempt with the same key has sent, and keep
-    sent data if this attempt fails. single: whether the URL names one file. accompany: see `Attempt`.
+    sent data if this attempt fails. single: whether the URL names one file. complete: see `Attempt`.
 
     FileExistsError if something else is there; FileNotFoundError if the bucket does not exist, as buckets are not
     created; CheckpointError for a URL without a name, if another process on this machine writes there, or if `resume`
@@ -89,7 +89,7 @@ class StoreFolder:
         *,
         resume: bool,
         single: bool,
-        accompany: Callable[[UploadPath, UploadPath], None] | None = None,
+        complete: Callable[[UploadPath, UploadPath], None],
     ) -> None:
         self.url = without_end(url)
         if not self.url.rpartition("/")[2]:
@@ -100,8 +100,7 @@ class StoreFolder:
         self.data: dict[str, UploadFile] = {}
         self.recalled: dict[tuple[str, int], int] = {}
         self._key, self._resume, self._single = dict(key), resume, single
-        # A single file has no room for companions.
-        self._accompany = None if single else accompany
+        self._complete = complete
         require_writable(self.url)
         self._system, self._root = open_store(url)
         # s3fs's `merge` is different: it uploads parts that are copies.
@@ -147,8 +146,7 @@ class StoreFolder:
         """Make the checkpoint appear by sending its last file. On failure, remove everything that was sent."""
         try:
             self._claim()
-            if self._accompany is not None:
-                self._accompany(self.path, self.path)
+            self._complete(self.path, self.path)
             self._put(CLAIM, json.dumps(self._description()).encode())
             ordered = sorted(self.small, key=lambda name: (_rank(name), name))
             # If none of these completes the checkpoint, its one data file does.

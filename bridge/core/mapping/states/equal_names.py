@@ -39,7 +39,8 @@ def table_of_equal_names(source: CheckpointReader, target: CheckpointReader) -> 
     every, shared = {**ours, **theirs}, ours.keys() & theirs.keys()
     if 2 * len(shared) <= len(every):
         examples = [
-            first_of(sorted(".".join(keys) for keys in names.keys() - shared), 2) for names in (ours, theirs)
+            first_of(sorted(".".join(keys) for keys in names.keys() - shared), 2) or "no other"
+            for names in (ours, theirs)
         ]
         raise MappingError(
             f"{source.path} and {target.path} have weights with other names: "
