@@ -242,7 +242,7 @@ def convert(
     step: Step | None = None,
     write_items: Sequence[str] = (),
     optimizer_order: str | None = None,
-    like: str | os.PathLike[str] | None = None,
+    like: object = None,
     salvage: bool = False,
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.

@@ -21,7 +21,6 @@ from bridge.core.formats.files.certificate import Certificate
 from bridge.core.formats.files.manifest import manifest_path
 from bridge.core.formats.orbax.item import StepMetadata
 from bridge.core.formats.reading.regular_files import digest_of
-from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
 from bridge.core.formats.tensors.leaves import LEAVES
@@ -64,8 +63,8 @@ class ConvertOptions:
     `formats/whole/adapters.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
     each become an item of an Orbax destination; default: the items of a template that is a step. optimizer_order: the
     meaning of torch's numbers in optimizer states: "model", or a file with one weight's name on each line, see
-    `numbered_states.py`. like: a checkpoint that the destination's program saved; the destination gets exactly its
-    tree, see `template.py`. salvage: leave out what is damaged, see `salvage.py`.
+    `numbered_states.py`. like: a checkpoint that the destination's program saved, or its JAX tree in memory; the
+    destination gets exactly this tree, see `template.py`. salvage: leave out what is damaged, see `salvage.py`.
     """
 
     to: Format | None = None
@@ -84,7 +83,7 @@ class ConvertOptions:
     items: Sequence[str] = ()
     write_items: Sequence[str] = ()
     optimizer_order: str | None = None
-    like: str | os.PathLike[str] | None = None
+    like: object = None
     salvage: bool = False
 
     def __post_init__(self) -> None:
@@ -202,7 +201,7 @@ def planned(
     with (
         ExitStack() as planning,
         _opened(source, options) as (whole, held, faults),
-        template_at(options.like) if options.like else nullcontext() as template,
+        template_at(options.like) if options.like is not None else nullcontext() as template,
         adapter_of(options) as adapter,
     ):
         planning.enter_context(collection_paused())
@@ -332,8 +331,9 @@ def _chosen(
 
 def _files_of(reader: CheckpointReader, role: str = "source") -> tuple[tuple[Path, ...], str]:
     """The files of an opened checkpoint, none if they are in a store, and their digest."""
-    if isinstance(reader, StoredReader):
-        return (), reader.fingerprint
+    # A checkpoint in a store, or a tree in memory.
+    if (fingerprint := getattr(reader, "fingerprint", None)) is not None:
+        return (), fingerprint
     # What is salvaged may lack files.
     files = tuple(file for file in reader.files() if file.exists())
     if role == "adapter":
@@ -372,7 +372,8 @@ def certificate_of(conversion: Conversion, options: ConvertOptions) -> Certifica
         if manifest.is_file():
             digests["source manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     return Certificate(
-        str(conversion.source),
+        # A path may have bytes that are no text.
+        str(conversion.source).encode(errors="backslashreplace").decode(),
         conversion.source_format,
         __version__,
         digests,

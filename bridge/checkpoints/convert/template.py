@@ -1,4 +1,4 @@
-"""Conversion into the tree that another program restores, told by a checkpoint that the program saved: the template.
+"""Conversion into the tree that another program restores, told by the template: a checkpoint that the program saved.
 
     template                             destination
     params/<w>                           the source's weight, in the template's dtype
@@ -7,7 +7,9 @@
     opt_state/1/2/count                  the source's step, which a schedule counts, too
     opt_state/0 (empty), rngs/key        the template's own, because the source has neither
 
-The destination has exactly the template's leaves. The report names every leaf that the source lacks.
+The destination has exactly the template's leaves. The report names every leaf that the source lacks. A template needs
+no values where the source has them: a JAX tree in memory of shapes (`jax.eval_shape`), or a file in which `torch.save`
+wrote the state dicts of a model and optimizer on the meta device.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.checkpoints.convert.both_reader import OWN, BothReader
 from bridge.checkpoints.convert.leaf_names import is_count, is_state, moment_of, tells_of_state
 from bridge.checkpoints.convert.template_numbers import Number, number_of, stored_as, typed_as
 from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
@@ -37,9 +40,10 @@ from bridge.core.formats.tensors.base import (
     TensorInfo,
     TreePath,
     is_whole,
+    unreadable,
 )
-from bridge.core.formats.tensors.leaves import LEAVES, empty_kind, kinds_of
-from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
+from bridge.core.formats.tensors.leaves import LEAVES, empty_kind
+from bridge.core.formats.tensors.wrapping import value_of
 from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.mapping.language.conventions import path_of_scales
 from bridge.core.mapping.language.relation import identity
@@ -56,9 +60,6 @@ from bridge.core.mapping.states.optimizers import refused, remarks
 from bridge.core.mapping.states.plain_states import plain_paths, with_plain_states
 from bridge.core.mapping.states.source_tree import NameIndex, find
 from bridge.core.text import first_of
-
-_OWN = "template:"
-"""Before the names of the template's leaves, among those of the source."""
 
 _LISTS = frozenset({"params", "param_names"})
 """Keys of torch's parameter groups that only tell which weights a group has."""
@@ -85,15 +86,22 @@ class Fitted:
 
 
 @contextmanager
-def template_at(path: str | os.PathLike[str]) -> Iterator[Template]:
-    """The opened template, until the end of the block."""
-    with open_checkpoint(path) as reader:
-        yield Template(reader)
+def template_at(like: object) -> Iterator[Template]:
+    """The opened template at a path, or that is a tree in memory, until the end of the block."""
+    if isinstance(like, str | os.PathLike):
+        with open_checkpoint(like) as reader:
+            yield Template(reader)
+    else:
+        from bridge.checkpoints.convert.tree_reader import TreeReader
+
+        yield Template(TreeReader(like))
 
 
-def step_of_template(path: str | os.PathLike[str]) -> StepMetadata | None:
+def step_of_template(like: object) -> StepMetadata | None:
     """The step with named items that the template is, so that the destination is such a step; else None."""
-    local = local_path(str(path)) if is_url(path) else Path(path)
+    if not isinstance(like, str | os.PathLike):
+        return None
+    local = local_path(str(like)) if is_url(like) else Path(like)
     return None if local is None else step_metadata(local)
 
 
@@ -146,31 +154,6 @@ class Template:
         return dataclasses.replace(fitted, mapping=table, sides=sides)
 
 
-class _BothReader(AlteredReader):
-    """``reader`` with the leaves of the template, under names that begin with `_OWN`."""
-
-    def __init__(self, reader: CheckpointReader, template: CheckpointReader) -> None:
-        super().__init__(reader)
-        self._template = template
-        own = {_OWN + name: info.named(_OWN + name, info.path) for name, info in template.tensors.items()}
-        self.tensors = {**reader.tensors, **own}
-        paths = {_OWN + name: path for name, path in template.object_paths.items()}
-        self.object_paths = {**reader.object_paths, **paths}
-        self.objects = ReadWhenAsked(self.object_paths, self._object)
-        own_kinds = {_OWN + name: leaf_kind for name, leaf_kind in kinds_of(template).items()}
-        self.kinds = {**kinds_of(reader), **own_kinds}
-
-    def _own(self, name: str) -> str | None:
-        return None if name.startswith(_OWN) else name
-
-    def _made(self, name: str, box: Box | None) -> np.ndarray:
-        return self._template.read(name.removeprefix(_OWN), box)
-
-    def _object(self, name: str) -> object:
-        reader = self._template if name.startswith(_OWN) else self._reader
-        return reader.objects[name.removeprefix(_OWN)]
-
-
 @dataclass
 class _Fit:
     """The work of `Template.fitted`. named: the template with names for numbers and without wrappers, from ``plain``.
@@ -208,7 +191,7 @@ class _Fit:
         plan = dataclasses.replace(
             self.plan, tensors=self.tensors, objects=self.objects, notes=self.notes, dropped=dropped
         )
-        return Fitted(plan, _BothReader(self.source, self.template), self.casts, self.filled)
+        return Fitted(plan, BothReader(self.source, self.template), self.casts, self.filled)
 
     def _tensor(self, own: str, info: TensorInfo) -> None:
         """Plan the destination's tensor at the path of the template's tensor ``own``."""
@@ -220,7 +203,9 @@ class _Fit:
         elif planned is None:
             step = self._step_at(info.path) if is_count(info.path) and info.numel == 1 else None
             if step is None:
-                content, self.filled[name] = identity(_OWN + own, info.shape, info.dtype), _UNCHANGED
+                if (reason := unreadable(self.template).get(own)) is not None:
+                    self.problems.append(f"{name}: {reason}")
+                content, self.filled[name] = identity(OWN + own, info.shape, info.dtype), _UNCHANGED
             else:
                 content, self.filled[name] = self._stored(name, step, info), f"the source's step, {step}"
         elif is_count(info.path) and info.numel == 1:
@@ -260,7 +245,7 @@ class _Fit:
             if step is not None:
                 self.notes[name], self.filled[name] = (path, step), f"the source's step, {step}"
                 return
-            self.objects[name] = path, _OWN + own
+            self.objects[name] = path, OWN + own
             try:
                 self.template.objects[own]
             except CheckpointError as error:
@@ -271,7 +256,7 @@ class _Fit:
                 self.filled[name] = _UNCHANGED
         elif self.to == "orbax" and empty_kind(value) is not None:
             # Orbax restores an empty leaf only as an empty leaf.
-            self.objects[name] = path, _OWN + own
+            self.objects[name] = path, OWN + own
             self.without_place += planned.sources if planned is not None else (planned_name,)
         elif planned is not None:
             # Not as a tensor: stock DCP loads a tensor only into a tensor.

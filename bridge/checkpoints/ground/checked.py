@@ -229,6 +229,8 @@ def _problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Itera
         yield from rest_problems(reader, home, manifest)
     for name, entry in manifest.tensors.items():
         yield from entry_problems(reader.tensors[name], entry)
+    if manifest.certificate_problem:
+        yield Problem(manifest_path(home).name, manifest.certificate_problem)
 
 
 class CheckedReader(WrappingReader):
@@ -344,8 +346,8 @@ def manifest_home(path: Path) -> Path:
         format = detect_format(path)
         if format == "safetensors":
             files = SAFETENSORS_FILES.find(path)
-            file = path / files.names[0]
-            return file if len(files.names) == 1 and manifest_path(file).is_file() else path
+            file = path / files.names[0] if len(files.names) == 1 else path
+            return file if manifest_path(file).is_file() else path
         item = find_item(path) if format == "orbax" else path
     except (CheckpointError, FileNotFoundError):
         return path

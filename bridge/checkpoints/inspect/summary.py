@@ -132,10 +132,12 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
 def _certificate(manifest: Path, reasons: dict[str, str]) -> Certificate | None:
     """The certificate in a manifest; None, with the reason, if it cannot be read."""
     try:
-        return without_certificate(manifest.read_bytes())[1]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        reasons[manifest.name] = f"its certificate: {error!r:.200}"
-    return None
+        _, certificate, problem = without_certificate(manifest.read_bytes())
+    except OSError as error:
+        certificate, problem = None, str(error)
+    if problem:
+        reasons[manifest.name] = problem
+    return certificate
 
 
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:

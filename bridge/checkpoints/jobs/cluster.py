@@ -156,7 +156,8 @@ def convert_on(
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
     # The same options for a process on a machine that may lack the mapping's file, or in another working directory.
-    like = options.like if options.like is None or is_url(options.like) else os.path.abspath(options.like)
+    like = options.like
+    like = os.path.abspath(like) if isinstance(like, str | os.PathLike) and not is_url(like) else like
     options = dataclasses.replace(options, mapping=mapping_table(options.mapping), like=like)
     # Otherwise each worker would find out separately, after it has started.
     require_directory(dst, options)

@@ -26,7 +26,7 @@ def note_proof(result: Path, proof: Proof) -> None:
     }
     for path in list(result.rglob(MANIFEST_FILE)) if result.is_dir() else [manifest_path(result)]:
         data = path.read_bytes()
-        _, certificate = without_certificate(data)
+        _, certificate, _ = without_certificate(data)
         if certificate is not None:
             # A reader meets the old manifest or the new one, and a power cut leaves one of them.
             working = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

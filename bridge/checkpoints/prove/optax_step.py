@@ -13,15 +13,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from bridge.checkpoints.convert.tree_reader import key_of
 from bridge.checkpoints.prove.weight_state import LARGEST, MOMENTUM, WeightState
 
 LIBRARY = f"orbax {ocp.__version__}, optax {optax.__version__}"
 
 
-def restored(item: Path, template: Path | None) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+def restored(item: Path, template: object) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
     """The bytes of each array of an item as stock Orbax restores it, by tree path, as uint8 arrays.
 
-    template: an item with the tree that the program restores. Raises ValueError, in Orbax's words, for another tree.
+    template: an item with the tree that the program restores, the tree itself, or None. Raises ValueError, in Orbax's
+    words, for another tree.
     """
     with warnings.catch_warnings():
         # Orbax warns that shardings are unknown; arrays on one device are what is wanted.
@@ -30,16 +32,20 @@ def restored(item: Path, template: Path | None) -> Iterator[tuple[tuple[str, ...
             with ocp.PyTreeCheckpointer() as checkpointer:
                 tree = checkpointer.restore(item.absolute())
         else:
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                target = checkpointer.restore(template.absolute())
+            target = template
+            if isinstance(template, Path):
+                with ocp.PyTreeCheckpointer() as checkpointer:
+                    target = checkpointer.restore(template.absolute())
             with ocp.StandardCheckpointer() as standard:
                 tree = standard.restore(item.absolute(), target)
     for path, value in jax.tree.leaves_with_path(tree):
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         if hasattr(value, "dtype"):
-            keys = tuple(str(key.key if isinstance(key, jax.tree_util.DictKey) else key.idx) for key in path)
-            yield keys, np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            yield (
+                tuple(str(key_of(key)) for key in path),
+                np.ascontiguousarray(value).reshape(-1).view(np.uint8),
+            )
 
 
 def update(state: WeightState) -> np.ndarray:

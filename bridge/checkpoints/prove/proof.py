@@ -151,7 +151,8 @@ def _restored(
         from bridge.checkpoints.prove.optax_step import LIBRARY, restored
 
         libraries[LIBRARY] = None
-        items, templates = _items(path), {} if options.like is None else _items(Path(options.like))
+        like, items = options.like, _items(path)
+        templates = _items(Path(like)) if isinstance(like, str | os.PathLike) else dict.fromkeys(items, like)
         above = {item: f"{item}." if len(items) > 1 else "" for item in items}
         arrays = (
             (above[item] + _key(own), array)

@@ -37,13 +37,7 @@ from bridge.checkpoints.ground.workers import batches, default_workers, each, la
 from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.files.certificate import WRONG
-from bridge.core.formats.files.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ManifestTensor,
-    manifest_path,
-    read_manifest,
-)
+from bridge.core.formats.files.manifest import Manifest, ManifestTensor, manifest_path, read_manifest
 from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.listing import Listing
 from bridge.core.formats.stores.store import hub_hint, is_url
@@ -150,11 +144,12 @@ def _verify_open(
     request: _Request,
 ) -> VerifyReport:
     """The report of an open checkpoint. home: the path with the manifest. problems: of files, found earlier."""
-    certificate = None if manifest is None else manifest.certificate
-    if certificate is not None and certificate.verdict == WRONG:
-        problems.append(
-            Problem(MANIFEST_FILE, f"the certificate's proof: {WRONG} (convert --prove): {certificate}")
-        )
+    certificate = None
+    if manifest is not None:
+        certificate, problem = manifest.certificate, manifest.certificate_problem
+        if certificate is not None and certificate.verdict == WRONG:
+            problem = f"the certificate's proof: {WRONG} (convert --prove): {certificate}"
+        problems += [Problem(manifest_path(home).name, problem)] if problem else []
     before, noted = stamps(reader.files()), {problem.where for problem in problems}
     if manifest is not None:
         problems += structure_problems(reader, manifest)

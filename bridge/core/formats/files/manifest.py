@@ -26,7 +26,6 @@ import json
 import marshal
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quoted
@@ -41,7 +40,7 @@ from bridge.core.formats.reading.regular_files import once_each, open_regular, s
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.upload_path import UploadPath
-from bridge.core.formats.tensors.arrays import extend
+from bridge.core.formats.tensors.arrays import encoded, extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 
 MANIFEST_FILE = "twinshard_manifest.json"
@@ -102,7 +101,8 @@ class ManifestFile:
 class Manifest:
     """The contents of a checkpoint; tensors and objects by their names in its reader, files by relative path.
 
-    conversion: identifies the conversion in parts that made the checkpoint, if one did. certificate: of the conversion.
+    conversion: identifies the conversion in parts that made the checkpoint, if one did. certificate: of the conversion;
+    certificate_problem: why it is not this manifest's, or "".
     """
 
     format: str
@@ -111,6 +111,7 @@ class Manifest:
     files: Mapping[str, ManifestFile]
     conversion: str | None = None
     certificate: Certificate | None = None
+    certificate_problem: str = ""
 
 
 def manifest_path(checkpoint: Path) -> Path:
@@ -122,7 +123,7 @@ def manifest_path(checkpoint: Path) -> Path:
 
 def object_checksum(value: object) -> int:
     """CRC-32C of a value that is not a tensor: None, bool, int, float, str, and list, tuple, dict of these."""
-    return int(google_crc32c.value(b"".join(_encoded(value))))
+    return int(google_crc32c.value(b"".join(encoded(value))))
 
 
 def file_entry(path: Path) -> ManifestFile:
@@ -224,32 +225,35 @@ def certify(folder: Path, certificate: Certificate) -> None:
 
 def certified(data: bytes, certificate: Certificate) -> bytes:
     """A manifest's content with this certificate in place of an earlier one, and with the digest of all else."""
-    rest, _ = without_certificate(data)
+    rest, _, _ = without_certificate(data)
     digests = {**certificate.digests, "manifest": hashlib.sha256(rest).hexdigest()}
     # With lists in place of tuples, as it will be read: their checksums differ.
     entry = json.loads(json.dumps(vars(replace(certificate, digests=digests))))
     return rest[:-1] + _CERTIFICATE + json.dumps([entry, _hex(object_checksum(entry))]).encode() + b"}"
 
 
-def without_certificate(data: bytes) -> tuple[bytes, Certificate | None]:
-    """A manifest's content without its certificate, and the certificate. ValueError if it is not of this manifest."""
+def without_certificate(data: bytes) -> tuple[bytes, Certificate | None, str]:
+    """A manifest's content without its certificate, the certificate, and why it is not this manifest's, or ""."""
     # No name can contain this text, since quotes in names are escaped, and nothing else has a list with a table.
     position = data.rfind(_CERTIFICATE + b"[{")
     if position < 0:
-        return data, None
+        return data, None, ""
     rest = data[:position] + data[-1:]
-    entry, crc = json.loads(data[position + len(_CERTIFICATE) : -1])
-    certificate = certificate_from(entry)
-    digest = hashlib.sha256(rest).hexdigest()
-    if _crc(crc) != object_checksum(entry) or certificate.digests.get("manifest") != digest:
-        raise ValueError("expected the certificate of this manifest, found another or a changed one")
-    return rest, certificate
+    try:
+        entry, crc = json.loads(data[position + len(_CERTIFICATE) : -1])
+        certificate = certificate_from(entry)
+        digest = hashlib.sha256(rest).hexdigest()
+        if _crc(crc) != object_checksum(entry) or certificate.digests.get("manifest") != digest:
+            raise ValueError("expected the SHA-256 of all before it, found another")
+        return rest, certificate, ""
+    except (ValueError, TypeError, RecursionError) as error:
+        return rest, None, f"its certificate is damaged, or of another manifest: {error!s:.200}"
 
 
 def parse_manifest(data: bytes, what: str) -> Manifest:
     """A manifest from a file's content; `what` names the file in errors. CheckpointError if it is malformed."""
     try:
-        data, certificate = without_certificate(data)
+        data, certificate, problem = without_certificate(data)
         root, tensors = _usual(data) or (json.loads(data), None)
         if root[MARK] != _VERSION:
             raise ValueError(f"expected version {_VERSION}, got {root['twinshard_manifest']!r:.40}")
@@ -265,6 +269,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
             },
             _conversion(root),
             certificate,
+            problem,
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{what}: malformed or damaged manifest: {error!r:.200}") from error
@@ -381,19 +386,3 @@ def _crc(value: Any) -> int:
     if not isinstance(value, str) or not _HEX(value):
         raise ValueError(f"expected a checksum of 8 hexadecimal digits in lower case, got {value!r:.40}")
     return int(value, 16)
-
-
-def _encoded(value: object) -> Iterable[bytes]:
-    """Type and content of a value, distinct for distinct values; a NaN's bits count."""
-    if isinstance(value, list | tuple):
-        yield b"%c%d:" % (b"t" if isinstance(value, tuple) else b"l", len(value))
-        for item in value:
-            yield from _encoded(item)
-    elif isinstance(value, dict):
-        yield b"d%d:" % len(value)
-        for key, item in value.items():
-            yield from _encoded(key)
-            yield from _encoded(item)
-    else:
-        text = struct.pack("<d", value) if isinstance(value, float) else str(value).encode()
-        yield b"%s%d:" % (type(value).__name__.encode(), len(text)) + text

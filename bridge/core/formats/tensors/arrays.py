@@ -1,10 +1,11 @@
-"""Arrays as bytes: the elements in row-major order, copied fast, their checksum, and which bytes contain a box."""
+"""Arrays and plain values as bytes: elements in row-major order, copied fast, checksums, which bytes contain a box."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -94,3 +95,19 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...], step: int = 1) -
             return False
         step *= n
     return True
+
+
+def encoded(value: object) -> Iterable[bytes]:
+    """Type and content of a value, distinct for distinct values; a NaN's bits count."""
+    if isinstance(value, list | tuple):
+        yield b"%c%d:" % (b"t" if isinstance(value, tuple) else b"l", len(value))
+        for item in value:
+            yield from encoded(item)
+    elif isinstance(value, dict):
+        yield b"d%d:" % len(value)
+        for key, item in value.items():
+            yield from encoded(key)
+            yield from encoded(item)
+    else:
+        text = struct.pack("<d", value) if isinstance(value, float) else str(value).encode()
+        yield b"%s%d:" % (type(value).__name__.encode(), len(text)) + text

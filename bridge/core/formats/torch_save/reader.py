@@ -28,7 +28,7 @@ from bridge.core.formats.dcp.archive import (
     verify_record,
 )
 from bridge.core.formats.dcp.pickle import read_pickle
-from bridge.core.formats.dcp.pickle_records import Vocabulary
+from bridge.core.formats.dcp.pickle_records import Call, Name, Vocabulary, is_index, torch_dtype
 from bridge.core.formats.reading.single_chunk import SingleChunkReader
 from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.reading.weight_index import check_index
@@ -38,7 +38,7 @@ from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
 from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, one_part
 from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
-from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
+from bridge.core.formats.torch_save.tree import META, LocalPiece, is_tensor, leaves, local_piece, value_of
 
 PIECE: Final = (
     "a piece of a DTensor, whose other pieces are in other ranks' files: give the folder with all files"
@@ -47,6 +47,7 @@ _ZERO_3: Final = (
     "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: give the "
     "folder with all files"
 )
+_NO_ELEMENTS: Final = "a tensor on PyTorch's meta device, which has a shape, but no elements"
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
 """The most bytes of a tensor whose elements share memory, as after `expand`: more than its storage has."""
@@ -214,6 +215,11 @@ class TorchSaveReader(SingleChunkReader):
             self._stored[name] = node
             return node.shape, node.dtype, None
         where = f"{self._fileset.directory / file}: tensor {name!r:.200}"
+        match node:
+            case Call(name=call, args=(Name(dotted=dtype), tuple(shape), *_)) if call == META:
+                if (known := torch_dtype(dtype)) is not None and is_index(shape):
+                    self._stored[name] = np.zeros((0,) * len(shape), known[0])
+                    return shape, known[0], known[1] or _NO_ELEMENTS
         tensor, reason = describe_tensor(node, records, where)
         self._stored[name] = _Stored(file, members[tensor.record.start], tensor)
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -41,7 +41,8 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES: Final = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
-_TENSORS: Final = frozenset({REBUILD, REBUILD_UNTYPED})
+META: Final = "torch._utils._rebuild_meta_tensor_no_storage"
+_TENSORS: Final = frozenset({REBUILD, REBUILD_UNTYPED, META})
 _MAX_DEPTH: Final = 64
 
 
@@ -83,7 +84,7 @@ def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
 
 
 def is_tensor(node: object) -> bool:
-    """Whether this leaf is the description of a strided tensor."""
+    """Whether this leaf is the description of a strided tensor, or of a tensor on the meta device."""
     return isinstance(node, Call) and node.name in _TENSORS
 
 

@@ -1,0 +1,165 @@
+"""Templates without values: trees in memory, shapes of `jax.eval_shape`, and torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import torch
+from flax import nnx
+
+from bridge import CheckpointError, ConvertOptions, Selection, convert, open_checkpoint, prove
+from bridge.checkpoints.convert.plan import conversion_key, planned
+from bridge.checkpoints.convert.tree_reader import TreeReader
+from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.formats.tensors.leaves import tree_kinds
+from tests.support.bridge.torch_layouts import LAYOUTS
+from tests.support.bridge.trainings import CHAINS, MAPPING, Model, OptaxTraining, TorchTraining, adamw
+from tests.support.bridge.verify_files import contents
+
+PARAMS = {"first": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "last": [jnp.ones(2), {}]}
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def described(reader: CheckpointReader) -> dict[str, Any]:
+    tensors = {name: (info.path, info.shape, info.dtype) for name, info in reader.tensors.items()}
+    values = {name: reader.read(name).tolist() for name in reader.tensors}
+    objects = {name: (reader.object_paths[name], reader.objects[name]) for name in reader.objects}
+    return {"tensors": tensors, "values": values, "objects": objects, "kinds": tree_kinds(reader)}
+
+
+def trees() -> dict[str, object]:
+    further = {
+        "step": 3,
+        "rate": 2.5,
+        "done": True,
+        "note": "text",
+        "none": None,
+        "list": [],
+        "tuple": (),
+        "key": jax.random.key(1, impl="rbg"),
+        "old": jax.random.PRNGKey(1),
+        "scalar": np.float32(2),
+        "host": np.arange(3),
+    }
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    return {
+        "ints": {7: jnp.ones(1)},
+        **{str(chain): {"params": PARAMS, "opt_state": chain.optax().init(PARAMS)} for chain in CHAINS},
+        "further": further,
+        "nnx": {"model": nnx.state(model), "opt": nnx.state(optimizer)},
+        "pure": nnx.to_pure_dict(nnx.state((model, optimizer))),
+    }
+
+
+@pytest.mark.parametrize("name", list(trees()))
+def test_a_tree_is_read_as_stock_orbax_saves_it(tmp_path: Path, name: str) -> None:
+    tree = trees()[name]
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    with open_checkpoint(tmp_path / "saved") as saved, TreeReader(tree) as reader:
+        assert described(reader) == described(saved)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    side = TorchTraining(CHAINS[0], seed=1)
+    side.train(0, 3)
+    LAYOUTS[0].write(side.model, side.optimizer, tmp_path / "source")
+    return tmp_path / "source"
+
+
+def initial(chain: Any = CHAINS[0]) -> dict[str, Any]:
+    params = OptaxTraining(chain, TorchTraining(chain, seed=2).weights()).params
+    return {"params": params, "opt_state": chain.optax().init(params)}
+
+
+def test_shapes_are_enough_where_the_source_has_values(tmp_path: Path, source: Path) -> None:
+    tree = initial()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "like", tree)
+    convert(source, tmp_path / "by_file", mapping=MAPPING, like=tmp_path / "like")
+    shapes = jax.eval_shape(lambda: tree)
+    for name, like in {"by_tree": tree, "by_shapes": shapes}.items():
+        convert(source, tmp_path / name, mapping=MAPPING, like=like)
+        assert contents(tmp_path / name) == contents(tmp_path / "by_file")
+    assert prove(source, tmp_path / "by_shapes", ConvertOptions(mapping=MAPPING, like=shapes))
+    with ocp.StandardCheckpointer() as standard:
+        state = standard.restore(tmp_path / "by_shapes", shapes)
+    adamw().update(state["params"], state["opt_state"], state["params"])
+    assert int(state["opt_state"][0].count) == 3
+
+
+def test_a_shape_without_a_value_anywhere_is_refused_by_name(tmp_path: Path, source: Path) -> None:
+    shapes = jax.eval_shape(lambda: {**initial(), "ema": jnp.ones(3)})
+    reason = r"ema: expected values, since the source has none; found a shape: give an array"
+    with pytest.raises(CheckpointError, match=reason):
+        convert(source, tmp_path / "a", mapping=MAPPING, like=shapes)
+    report = convert(source, tmp_path / "a", mapping=MAPPING, like={**shapes, "ema": jnp.arange(3.0)})
+    assert report.filled == {"ema": "as in the template"}
+    with open_checkpoint(tmp_path / "a") as reader:
+        assert reader.read("ema").tolist() == [0, 1, 2]
+
+
+def test_another_leaf_is_refused_by_name() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"a/b: expected an array, a shape with a dtype, .*, got object"
+    ):
+        TreeReader({"a": {"b": object()}})
+
+
+def test_a_template_with_other_values_is_another_conversion(source: Path) -> None:
+    keys = []
+    for number in (1.0, 1.0, 2.0):
+        tree = {**initial(), "ema": jnp.full(3, number)}
+        with planned(source, ConvertOptions(mapping=MAPPING, like=tree)) as (conversion, _):
+            keys.append(conversion_key(conversion))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_meta_device_is_a_template(tmp_path: Path) -> None:
+    chain = CHAINS[0]
+    side = OptaxTraining(chain, TorchTraining(chain, seed=1).weights())
+    side.train(0, 3)
+    side.save(tmp_path / "source")
+    with torch.device("meta"):
+        model = Model()
+        optimizer = chain.torch(chain.groups(model))
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "meta.pt")
+    options: dict[str, Any] = {"mapping": MAPPING, "optimizer_order": "model"}
+    convert(tmp_path / "source", tmp_path / "result", like=tmp_path / "meta.pt", **options)
+    torch_side = TorchTraining(chain, seed=1)
+    torch_side.train(7, 1)
+    real = {"model": torch_side.model.state_dict(), "optimizer": torch_side.optimizer.state_dict()}
+    torch.save(real, tmp_path / "real.pt")
+    convert(tmp_path / "source", tmp_path / "expected", like=tmp_path / "real.pt", **options)
+    assert contents(tmp_path / "result") == contents(tmp_path / "expected")
+
+    with open_checkpoint(tmp_path / "meta.pt") as reader:
+        assert reader.tensors["model.first.weight"].shape == (3, 4)
+        with pytest.raises(CheckpointError, match="meta device, which has a shape, but no elements"):
+            reader.read("model.first.weight")
+    with pytest.raises(CheckpointError, match="meta device"):
+        convert(tmp_path / "meta.pt", tmp_path / "never")
+    torch.save({**state, "ema": {"a": torch.ones(2, device="meta")}}, tmp_path / "more.pt")
+    with pytest.raises(CheckpointError, match=r"ema\.a: a tensor on PyTorch's meta device"):
+        convert(tmp_path / "source", tmp_path / "never", like=tmp_path / "more.pt", **options)
+    weights = Selection(weights_only=True)
+    with pytest.raises(CheckpointError, match=r"optimizer.*: a tensor on PyTorch's meta device"):
+        convert(tmp_path / "source", tmp_path / "b", like=tmp_path / "meta.pt", selection=weights, **options)
