@@ -38,8 +38,7 @@ import numpy as np
 from bridge.core.formats import CheckpointError, TreePath
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.core.formats.saving import pending
-from bridge.core.formats.saving.extras import SaveExtras
-from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.formats.saving.pending import PendingSave, SaveExtras
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
