@@ -29,16 +29,17 @@ With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bridge.core.sharding.policy.optimizer_state import CHUNK, VECTOR
+from bridge.core.sharding.policy.optimizer_state import CHUNK, VECTOR, together
 from torch_impl.dtensor.local import local_of, plain_values
 from torch_impl.dtensor.remainders import join, remainder_of, split
 from torch_impl.dtensor.tensor import RowDTensor
@@ -122,21 +123,11 @@ def cut(piece: UpdatePiece) -> Iterator[UpdatePiece]:
 
 def chunks(pieces: Sequence[UpdatePiece]) -> Iterator[list[UpdatePiece]]:
     """Lists of consecutive pieces of one dtype, with up to ``CHUNK`` elements together."""
-    chunk: list[UpdatePiece] = []
-    size = 0
-    for whole in pieces:
-        for piece in cut(whole):
-            numel = piece.weight.numel()
-            if chunk and (size + numel > CHUNK or chunk[0].dtype != piece.dtype):
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(piece)
-            size += numel
-    if chunk:
-        yield chunk
+    every = (piece for whole in pieces for piece in cut(whole))
+    for _, alike in itertools.groupby(every, lambda piece: piece.dtype):
+        yield from together(alike, lambda piece: piece.weight.numel(), CHUNK)
 
 
-@dataclass(slots=True, eq=False)
 class ParameterUpdate:
     """The data of one parameter that its update needs, looked up once. ``state`` is the optimizer's, in ``formats``.
 
@@ -145,44 +136,35 @@ class ParameterUpdate:
     ``made_by_unit``: the parameter is what ``fully_shard`` made of the original parameter.
     """
 
-    param: nn.Parameter
-    state: dict[str, torch.Tensor]
-    formats: tuple[MomentFormat, ...]
-    offloaded: bool
-    made_by_unit: bool = field(init=False)
-    placements: Any = field(init=False)
-    shape: torch.Size = field(init=False)
-    weight: torch.Tensor = field(init=False)
-    remainder: torch.Tensor | None = field(init=False)
-    moments: Moments = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    resident: bool = field(init=False)
-    step: torch.Tensor = field(init=False)
-    _held: tuple[torch.Tensor, ...] = field(init=False)
-    _weight_dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._held = tuple(self.state[moment.key] for moment in self.formats)
-        self.made_by_unit = isinstance(self.param, RowDTensor)
-        self.placements = self.param.placements if isinstance(self.param, DTensor) else None
-        self.shape = self.param.shape
-        self.weight = plain_values(self.param)
+    def __init__(
+        self,
+        param: nn.Parameter,
+        state: dict[str, torch.Tensor],
+        formats: tuple[MomentFormat, ...],
+        offloaded: bool,
+    ) -> None:
+        self.param, self.state, self.formats, self.offloaded = param, state, formats, offloaded
+        self._held = tuple(state[moment.key] for moment in formats)
+        self.made_by_unit = isinstance(param, RowDTensor)
+        self.placements: Any = param.placements if isinstance(param, DTensor) else None
+        self.shape = param.shape
+        self.weight = plain_values(param)
         remainder = remainder_of(self.weight)
         self.remainder = None if remainder is None else remainder.values
-        self.moments = [
+        self.moments: Moments = [
             (
-                local_of(self.state[moment.key]),
-                local_of(self.state[moment.scale_key]) if moment.scale_key in self.state else None,
+                local_of(state[moment.key]),
+                local_of(state[moment.scale_key]) if moment.scale_key in state else None,
             )
-            for moment in self.formats
+            for moment in formats
         ]
         stored = [tensor for tensor, _ in self.moments]
         uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
         unscaled = all(scale is None for _, scale in self.moments)
         self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
-        self.resident = uniform and unscaled and alike and not self.offloaded and self.remainder is None
-        self.step = self.state["step"] if self.formats else torch.zeros(())
+        self.resident = uniform and unscaled and alike and not offloaded and self.remainder is None
+        self.step = state["step"] if formats else torch.zeros(())
         self._weight_dtype = self.weight.dtype
 
     def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:

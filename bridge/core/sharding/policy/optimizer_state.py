@@ -8,12 +8,13 @@ scalars, have no scale and stay in the dtype of the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
 
 from bridge.core.dtype_names import BYTES
 from bridge.core.sharding.layout.rows import rows_of
 
+Item = TypeVar("Item")
 SCALED: Final = ("float16", "float8_e4m3fn", "float8_e5m2")
 MOMENTS: Final = ("float32", "bfloat16", *SCALED)
 """Dtypes in which moments are stored; float32 means the dtype of the update."""
@@ -26,6 +27,21 @@ CHUNK: Final = 1 << 20
 VECTOR: Final = 16
 # Elements of the matrices that one rank owns per round of PyTorch's Muon, unless one matrix has more.
 ROUND: Final = 1 << 22
+
+
+def together(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items, with sizes of up to ``most`` together; a larger item is alone."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if batch and total + own > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += own
+    if batch:
+        yield batch
 
 
 def update_dtype(main: str) -> str:
