@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.cost.buffers import GroupBuffers
-from bridge.planning.cost.gathers import TWICE
-from bridge.planning.cost.units import outward
+from bridge.planning.cost.units import TWICE, outward
 from bridge.planning.models.model import Model
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
