@@ -108,7 +108,7 @@ class ByArray:
         return own
 
     def _state(self, count: jax.Array, moments: Sequence[tuple[Any, Any]]) -> Any:
-        fields = {}
+        fields: dict[str, Any] = {}
         for name, (values, scales) in zip(self.formats, moments, strict=True):
             fields |= {name: values, f"{name}_scale": scales}
         return self.state(count, **fields)
