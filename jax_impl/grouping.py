@@ -19,8 +19,7 @@ from jax_impl.modules.partitioning import Cuts
 from jax_impl.options import Resolved, UnitOptions, within
 from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
-from jax_impl.runtime.groups.float8_group import CutFloat8Group, Float8Group
-from jax_impl.runtime.groups.float8_logical import Float8LogicalGroup
+from jax_impl.runtime.groups.float8_group import CutFloat8Group, Float8Group, Float8LogicalGroup
 from jax_impl.runtime.groups.logical_group import Group, LogicalGroup, logical_array
 from jax_impl.runtime.groups.precision import is_integer
 

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from bridge.core.sharding.policy.optimizer_state import together
 from jax_impl.comm.mesh import check_context
 from jax_impl.optimizer.logical import fit_to_plan, warn_of_whole_moments
 from jax_impl.optimizer.offload import Offload
@@ -143,18 +144,12 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Indices of arrays to create together: first all arrays on devices, then a few host arrays at a time."""
     yield [number for number, memory_kind in enumerate(memory) if not memory_kind]
-    batch: list[int] = []
-    size = 0
-    for number in (number for number, memory_kind in enumerate(memory) if memory_kind):
+
+    def size(number: int) -> int:
         leaf = leaves[number]
-        own = math.prod(shardings[number].shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        if batch and size + own > _AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(number)
-        size += own
-    if batch:
-        yield batch
+        return math.prod(shardings[number].shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
+
+    yield from together((number for number, memory_kind in enumerate(memory) if memory_kind), size, _AT_ONCE)
 
 
 def trainable(plan: ShardingPlan, weights: Buffers) -> Buffers:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoints.ground.outputs import parse_casts
-from bridge.compiling.batch_shapes import load_batch_shapes
+from bridge.compiling.target_step import load_batch_shapes
 from bridge.core.dtype_names import full_name, hint
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError, dtype_from_name
 from bridge.core.sharding import PolicyError, PrecisionPolicy, ShardingPolicy

@@ -16,7 +16,7 @@ from bridge.checkpoints.inspect.chart import PictureError, check_picture_path, l
 from bridge.commands.main import app
 from bridge.core.extras import install_advice, why_no_pictures
 from bridge.core.sharding import plan_layout
-from bridge.parity.compare.run import write_report
+from bridge.parity.compare.parity import write_report
 from bridge.parity.compare.run_file import RunFileError, resolve
 from bridge.parity.curves.compare import compare_runs
 from tests.parity.pair.reports import llama

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.compiling.batch_shapes import load_batch_shapes
+from bridge.compiling.target_step import load_batch_shapes
 from bridge.core import text_files
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.mapping.language.errors import MappingError

@@ -53,7 +53,7 @@ def parity(
     from bridge.core.extras import why_no_pictures
     from bridge.core.mapping import MappingError
     from bridge.parity.compare.captured import compare_traces
-    from bridge.parity.compare.run import compare_run_file, write_report
+    from bridge.parity.compare.parity import compare_run_file, write_report
     from bridge.parity.compare.run_file import RunFile, RunFileError
     from bridge.parity.recorded.trace import TraceError, is_trace
 

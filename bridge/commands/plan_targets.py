@@ -14,11 +14,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from bridge.commands.output import Console, print_line, print_table
 from bridge.commands.plan_options import ScenarioOptions, TargetOptions
 from bridge.compiling import target_time
-from bridge.compiling.batch_shapes import BatchArray, load_batch_shapes
 from bridge.compiling.machines.targets import Target, targets_named
 from bridge.compiling.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
 from bridge.compiling.target_report import LEFT, notes, table, unrolled_layers
-from bridge.compiling.target_step import StepRequest
+from bridge.compiling.target_step import BatchArray, StepRequest, load_batch_shapes
 from bridge.compiling.target_time import Roofline, parse_efficiency
 from bridge.compiling.timing.step_time import Efficiency
 from bridge.core.sharding import ShardingPolicy

@@ -14,8 +14,7 @@ from bridge.planning.answers import report, search_report
 from bridge.planning.answers.chart import chart
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.answers.search import Finding
-from bridge.report_page.charts import inline_svg
-from bridge.report_page.page import render
+from bridge.report_page.page import inline_svg, render
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.compiling.machines.links import machine_named
+from bridge.compiling.machines.hardware import machine_named
 from bridge.compiling.target_plan import TargetRow
 from bridge.compiling.timing.program import Program, read_program
 from bridge.compiling.timing.step_time import (

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bridge.parity.compare.captured import capture_jax, capture_torch, compare_traces
-    from bridge.parity.compare.parity import parity
-    from bridge.parity.compare.run import write_report
+    from bridge.parity.compare.parity import parity, write_report
     from bridge.parity.recorded.recording import tap
     from bridge.parity.report_page.report import ParityReport
 
@@ -28,7 +27,7 @@ _HOMES = {
     "ParityReport": "bridge.parity.report_page.report", "capture_jax": "bridge.parity.compare.captured",
     "capture_torch": "bridge.parity.compare.captured", "compare_traces": "bridge.parity.compare.captured",
     "parity": "bridge.parity.compare.parity", "tap": "bridge.parity.recorded.recording",
-    "write_report": "bridge.parity.compare.run",
+    "write_report": "bridge.parity.compare.parity",
 }  # fmt: skip
 
 if not TYPE_CHECKING:

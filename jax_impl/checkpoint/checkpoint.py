@@ -38,13 +38,11 @@ import numpy as np
 from bridge.core.formats import CheckpointError, TreePath
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.core.formats.saving import pending
-from bridge.core.formats.saving.extras import SaveExtras
-from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.formats.saving.pending import PendingSave, SaveExtras
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
-from jax_impl.checkpoint.contents import Contents
-from jax_impl.checkpoint.mapped import MappedContents
+from jax_impl.checkpoint.contents import Contents, MappedContents
 from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, state_tensors, train_tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan

@@ -26,9 +26,9 @@ from bridge.core.formats import Box, CheckpointError
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.formats.tensors.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
+from jax_impl.checkpoint.matching import is_of_optimizer
 from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import ShapeDtype, state_tensors
-from jax_impl.checkpoint.roots import is_of_optimizer
 from jax_impl.optimizer.moments import MomentFormat, Parts
 from jax_impl.optimizer.plan_moments import ParameterMoments, PlanMoments
 from jax_impl.optimizer.transformation import MainWeightTransformation

@@ -20,8 +20,8 @@ from bridge.core.formats.saving.steps import choose_step
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
+from jax_impl.checkpoint.contents import mapped_reader
 from jax_impl.checkpoint.conversion import Conversion, conversion
-from jax_impl.checkpoint.mapped import mapped_reader
 from jax_impl.checkpoint.matching import Match, Wanted, match, saved_tensors
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, state_tensors, train_values
 from jax_impl.checkpoint.placing import Tensors

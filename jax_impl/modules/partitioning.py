@@ -7,7 +7,7 @@
     the model              nnx.with_partitioning(init, (None, "tp")), linen's nn.Partitioned, logical names with rules
 
 Dimensions are counted within one layer, also for a stack. A style's dimension depends on the role of the parameter
-(``bridge.core.sharding.policy.parallel_styles``).
+(``bridge.core.sharding.policy.parallel``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from bridge.core.callers import warn_caller
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
-from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of
-from bridge.core.sharding.policy.parallel_styles import styled_dimension
+from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of, styled_dimension
 from bridge.core.sharding.policy.patterns import matches
 from bridge.core.text import first_of
 from jax_impl.comm.mesh import ModelAxes

@@ -1,6 +1,8 @@
 """The update, one array of weights after another; arrays in host memory are on the device only for their turn.
 
-If the whole state is in host memory, including step counts, the host updates it (``on_host.py``).
+If the whole state is in host memory, including step counts, the host's processor updates it. XLA:TPU runs that update
+as one host program, which changes weights and moments in place and reads gradients from the device. That program has no
+collectives, so each device's part of an array is updated separately.
 
 An optimizer's update is traced once. If the optimizer treats all elements alike, the computation of each key's new
 weights and moments is a separate part of the program; computations for several keys (step counts, a global norm of
@@ -28,14 +30,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.on_host import compute_on_host, is_local
 from jax_impl.runtime.groups.memory_kinds import as_before, fetch_after, in_host, is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.program.traced import Env, Values, evaluate, inline_calls, operands, read, variables
+from jax_impl.runtime.program.traced import (
+    Env,
+    Values,
+    evaluate,
+    inline_calls,
+    operands,
+    read,
+    runs_any,
+    variables,
+)
 
 Update = Callable[[Buffers, Any, Buffers, jax.Array], tuple[Any, Buffers]]
 """``(gradients, optimizer state, weights, loss) -> (optimizer state, weights)``."""
@@ -307,3 +318,48 @@ def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
         # Each number satisfies one of the two, and NaN the second. So this is always True, but XLA cannot know that.
         there &= (number >= 0) | ~(number >= 1)
     return there
+
+
+# In earlier versions, a host program cannot choose the memory of its results.
+_SINCE = (0, 10, 1)
+# Reductions of sharded arrays, outside shard_map.
+_REDUCTIONS = frozenset([
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "reduce", "argmax", "argmin", "sort", "top_k", "dot_general",
+    "conv_general_dilated", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+])  # fmt: skip
+_COLLECTIVES = frozenset([
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
+    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast",
+])  # fmt: skip
+
+
+def is_local(equation: Any) -> bool:
+    """Whether each device's part of the results depends only on its own parts of the operands."""
+    names = _COLLECTIVES if equation.primitive.name == "shard_map" else _COLLECTIVES | _REDUCTIONS
+    return not runs_any(equation, names)
+
+
+def compute_on_host(
+    function: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
+) -> Sequence[Any]:
+    """Inside a program: run ``function(values)`` in host memory; values on the device are sent there.
+
+    Raises ``ValueError`` for a version of JAX that does not support this.
+    """
+    if jax.__version_info__ < _SINCE:
+        since = ".".join(map(str, _SINCE))
+        raise ValueError(
+            f"update on the host: expected jax {since} or later, got {jax.__version__}: update jax"
+        )
+    # In JAX 0.12 this function has the name that earlier versions use for a context manager.
+    placed: Any = compute_on.compute_on2 if hasattr(compute_on, "compute_on2") else compute_on.compute_on
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        # JAX assumes that a program's own values are on the device, and refuses to mix memories.
+        return function(on_device(values))
+
+    sent = [in_host(x) if is_on_device(x) else x for x in values]
+    on_host = placed(run, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    results: Sequence[Any] = on_host(sent)
+    return results

@@ -50,8 +50,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -64,21 +64,17 @@ from jax import lax
 
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.moments import MomentArrays, MomentFormat, MomentRows, Parts
-from jax_impl.optimizer.plan_moments import PlanMoments
 from jax_impl.optimizer.transformation import (
+    ByArray,
     MainWeightTransformation,
     as_stored,
     check_flag,
-    check_gradient,
     check_not_negative,
     check_number,
     check_rate,
-    check_weights,
     lerp,
-    rate_after,
 )
 from jax_impl.runtime.groups.precision import update_dtype
-from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 # The largest number of steps in a program's table of bias corrections: 32 MB of doubles for each beta.
 _LONGEST_TABLE = 1 << 22
@@ -136,90 +132,37 @@ def main_weight_adamw(
     """
     constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
-    formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
-    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), MomentArrays())
+    first, second = (
+        MomentFormat.of("mu_dtype", mu_dtype),
+        MomentFormat.of("nu_dtype", nu_dtype, positive=True),
+    )
 
+    def scalars(count: jax.Array, rate: float | jax.Array, dtype: np.dtype) -> StepScalars:
+        return step_scalars(count, dtype, rate, constants)
 
-@dataclass(frozen=True)
-class _AdamW:
-    """The user's settings."""
-
-    learning_rate: float | optax.Schedule
-    constants: Constants
-    mu: MomentFormat
-    nu: MomentFormat
-    vector_bytes: int | None
-
-    @property
-    def formats(self) -> tuple[MomentFormat, MomentFormat]:
-        return self.mu, self.nu
-
-
-def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
-    def init(weights: Any) -> AdamWState:
-        check_weights(weights, _NAME)
-        (mu, mu_scale), (nu, nu_scale) = (arrays.zeros(each, weights) for each in settings.formats)
-        return AdamWState(jnp.zeros((), jnp.int32), mu, nu, mu_scale, nu_scale)
-
-    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        # Other formats treat each element alike, wherever it is stored.
-        scaled = any(moment_format.scaled for moment_format in settings.formats)
-        return _transformation(settings, PlanMoments(plan)) if scaled else own
-
-    def with_formats(formats: Mapping[str, Any]) -> MainWeightTransformation:
-        return _transformation(replace(settings, **formats), arrays)
-
-    formats = {"mu": settings.mu, "nu": settings.nu}
-    apply, rate = partial(_apply, settings, arrays), settings.learning_rate
-    with_arrays = partial(_transformation, settings)
-    own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME, with_arrays)
-    return own
-
-
-def _apply(
-    settings: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
-) -> tuple[Any, AdamWState]:
-    check_weights(weights, _NAME)
-    count = state.count + 1
-    rate = rate_after(settings.learning_rate, state.count, _NAME)
-    structure: Any
-    paths, structure = jax.tree.flatten_with_path(weights)
-    dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
-    scalars = {dtype: step_scalars(count, dtype, rate, settings.constants) for dtype in dtypes}
-    rows = [arrays.rows(moment_format, weights) for moment_format in settings.formats]
-    firsts = arrays.parts(rows[0], weights, state.mu, state.mu_scale)
-    seconds = arrays.parts(rows[1], weights, state.nu, state.nu_scale)
-    slopes = structure.flatten_up_to(gradients)
-    done: list[tuple[jax.Array, Parts, Parts]] = []
-    for number, (path, weight) in enumerate(paths):
-        check_gradient(path, weight, slopes[number], _NAME)
-        compute = partial(_update_array, settings, (rows[0][number], rows[1][number]))
-        held = (weight, firsts[number], seconds[number])
-        numbers = (count, scalars[update_dtype(weight.dtype)])
-        done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
-    new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
-    mu, mu_scale = arrays.join(settings.mu, weights, [first for _, first, _ in done])
-    nu, nu_scale = arrays.join(settings.nu, weights, [second for _, _, second in done])
-    return new, AdamWState(count, mu, nu, mu_scale, nu_scale)
+    update = partial(_update_array, constants, torch_vector_bytes)
+    formats = {"mu": first, "nu": second}
+    return ByArray(_NAME, learning_rate, formats, AdamWState, scalars, update).on(MomentArrays())
 
 
 def _update_array(
-    settings: _AdamW,
-    rows: tuple[MomentRows, MomentRows],
-    held: tuple[jax.Array, Parts, Parts],
+    constants: Constants,
+    vector_bytes: int | None,
+    formats: Sequence[MomentFormat],
+    rows: Sequence[MomentRows],
+    held: tuple[jax.Array, list[Parts]],
     gradient: jax.Array,
     numbers: tuple[jax.Array, StepScalars],
-) -> tuple[jax.Array, Parts, Parts]:
-    """Weights and moments of one array, or of a device's shard of the array, after the step."""
-    (weight, first, second), (count, scalars) = held, numbers
+) -> tuple[jax.Array, list[Parts]]:
+    (weight, (first, second)), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     wide = weight.astype(update_dtype(weight.dtype))
-    wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
-    new = rows[0].encode(settings.formats[0], m, count)
-    if settings.formats[1].scaled:
+    wide, m, v = adamw_update(wide, *moments, gradient, scalars, constants, vector_bytes)
+    new = rows[0].encode(formats[0], m, count)
+    if formats[1].scaled:
         # The largest magnitude of a row that is cut over devices needs a collective; collectives run in turn.
         v, new = fence((v, new))
-    return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
+    return as_stored(wide, weight.dtype), [new, rows[1].encode(formats[1], v, count)]
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:

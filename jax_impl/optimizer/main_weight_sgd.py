@@ -18,8 +18,8 @@ float32 and float64, for any number of devices, except subnormal numbers, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,21 +29,17 @@ import numpy as np
 import optax
 
 from jax_impl.optimizer.moments import MomentArrays, MomentFormat, MomentRows, Parts
-from jax_impl.optimizer.plan_moments import PlanMoments
 from jax_impl.optimizer.transformation import (
+    ByArray,
     MainWeightTransformation,
     as_stored,
     check_flag,
-    check_gradient,
     check_not_negative,
     check_number,
     check_rate,
-    check_weights,
     negative,
-    rate_after,
 )
 from jax_impl.runtime.groups.precision import update_dtype
-from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_sgd"
 
@@ -63,14 +59,12 @@ class SGDState:
 
 @dataclass(frozen=True)
 class _SGD:
-    """The user's settings. ``trace``: the format of momentum."""
+    """The constants of all steps."""
 
-    learning_rate: float | optax.Schedule
     momentum: float
     dampening: float
     weight_decay: float
     nesterov: bool
-    trace: MomentFormat
 
 
 def main_weight_sgd(
@@ -103,62 +97,24 @@ def main_weight_sgd(
             f"dampening={dampening}"
         )
     moment_format = MomentFormat.of("momentum_dtype", momentum_dtype)
-    settings = _SGD(learning_rate, momentum, dampening, weight_decay, nesterov, moment_format)
-    return _transformation(settings, MomentArrays())
+    settings = _SGD(momentum, dampening, weight_decay, nesterov)
+    formats = {"trace": moment_format} if momentum else {}
 
+    def step_size(count: jax.Array, rate: float | jax.Array, dtype: np.dtype) -> Any:
+        return negative(rate, dtype)
 
-def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransformation:
-    def init(weights: Any) -> SGDState:
-        check_weights(weights, _NAME)
-        count = jnp.zeros((), jnp.int32)
-        return (
-            SGDState(count, *arrays.zeros(settings.trace, weights)) if settings.momentum else SGDState(count)
-        )
-
-    def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        # Other formats treat each element alike, wherever it is stored.
-        scaled = settings.trace.scaled and settings.momentum
-        return _transformation(settings, PlanMoments(plan)) if scaled else own
-
-    def with_formats(formats: Mapping[str, Any]) -> MainWeightTransformation:
-        return _transformation(replace(settings, **formats), arrays)
-
-    formats = {"trace": settings.trace} if settings.momentum else {}
-    apply, rate = partial(_apply, settings, arrays), settings.learning_rate
-    own = MainWeightTransformation(init, apply, rate, on_plan, formats, with_formats, _NAME)
-    return own
-
-
-def _apply(
-    settings: _SGD, arrays: MomentArrays, gradients: Any, state: SGDState, weights: Any
-) -> tuple[Any, SGDState]:
-    check_weights(weights, _NAME)
-    count = state.count + 1
-    rate = rate_after(settings.learning_rate, state.count, _NAME)
-    structure: Any
-    paths, structure = jax.tree.flatten_with_path(weights)
-    rows = arrays.rows(settings.trace, weights)
-    moments: list[Parts] = [{} for _ in paths]
-    if settings.momentum:
-        moments = arrays.parts(rows, weights, state.trace, state.trace_scale)
-    slopes = structure.flatten_up_to(gradients)
-    done: list[tuple[jax.Array, Parts]] = []
-    for number, (path, weight) in enumerate(paths):
-        check_gradient(path, weight, slopes[number], _NAME)
-        held = weight, moments[number]
-        numbers = count, negative(rate, update_dtype(weight.dtype))
-        compute = partial(_update_array, settings, rows[number])
-        done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
-    new = jax.tree.unflatten(structure, [weight for weight, _ in done])
-    if not settings.momentum:
-        return new, SGDState(count)
-    return new, SGDState(count, *arrays.join(settings.trace, weights, [moment for _, moment in done]))
+    update = partial(_update_array, settings)
+    return ByArray(_NAME, learning_rate, formats, SGDState, step_size, update).on(MomentArrays())
 
 
 def _update_array(
-    settings: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
-) -> tuple[jax.Array, Parts]:
-    """Weights and momentum of one array, or of a device's shard of the array, after the step."""
+    settings: _SGD,
+    formats: Sequence[MomentFormat],
+    rows: Sequence[MomentRows],
+    held: tuple[jax.Array, list[Parts]],
+    gradient: jax.Array,
+    numbers: Any,
+) -> tuple[jax.Array, list[Parts]]:
     (weight, stored), (count, step_size) = held, numbers
     w = weight.astype(update_dtype(weight.dtype))
     number = w.dtype.type
@@ -175,12 +131,12 @@ def _update_array(
         g = w * number(settings.weight_decay) + g
     if not settings.momentum:
         return as_stored(w + step_size * g, weight.dtype), stored
-    m = rows.decode(stored)
+    m = rows[0].decode(stored[0])
     # Momentum starts at zero.
     share = (
         jnp.where(count == 1, number(1), number(1 - settings.dampening)) if settings.dampening else number(1)
     )
     m = share * g + opaque(m * number(settings.momentum), m)
-    new = rows.encode(settings.trace, m, count)
+    new = rows[0].encode(formats[0], m, count)
     g = m * number(settings.momentum) + g if settings.nesterov else m
-    return as_stored(w + step_size * g, weight.dtype), new
+    return as_stored(w + step_size * g, weight.dtype), [new]

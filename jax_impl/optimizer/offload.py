@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from bridge.core.sharding.policy.offload_share import offloaded
+from bridge.core.sharding.policy.optimizer_state import offloaded
 from jax_impl.optimizer.in_turn import key_of
 from jax_impl.optimizer.transformation import check_flag
 from jax_impl.runtime.groups.memory_kinds import HOST

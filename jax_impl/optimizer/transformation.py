@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ from jax import lax
 
 from jax_impl.comm.collectives import fence, round_to
 from jax_impl.optimizer.moments import MomentArrays, MomentFormat
+from jax_impl.optimizer.plan_moments import PlanMoments
+from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
@@ -63,6 +67,79 @@ class MainWeightTransformation(optax.GradientTransformation):
         self.with_formats = with_formats
         self.with_arrays = with_arrays or (lambda _: self)
         return self
+
+
+@dataclass(frozen=True)
+class ByArray:
+    """An optimizer that updates each array of weights separately. ``formats``: as in ``MainWeightTransformation``.
+
+    ``state``: makes a state from the count of steps and its other fields. ``scalars(count, rate, dtype)``: what the
+    update of all arrays of a dtype needs. ``update(formats, rows, (weight, moments), gradient, (count, scalars))``: the
+    new weight and moments of one array, or of a device's shard of the array.
+    """
+
+    name: str
+    learning_rate: float | optax.Schedule
+    formats: Mapping[str, MomentFormat]
+    state: Callable[..., Any]
+    scalars: Callable[[jax.Array, Any, np.dtype], Any]
+    update: Callable[..., tuple[jax.Array, list[Any]]]
+
+    def on(self, arrays: MomentArrays) -> MainWeightTransformation:
+        """The transformation with this arrangement of moments."""
+
+        def init(weights: Any) -> Any:
+            check_weights(weights, self.name)
+            zeros = [arrays.zeros(each, weights) for each in self.formats.values()]
+            return self._state(jnp.zeros((), jnp.int32), zeros)
+
+        def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
+            # Other formats treat each element alike, wherever it is stored.
+            scaled = any(each.scaled for each in self.formats.values())
+            return self.on(PlanMoments(plan)) if scaled else own
+
+        def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
+            return replace(self, formats={**self.formats, **formats}).on(arrays)
+
+        apply, rate = partial(self._apply, arrays), self.learning_rate
+        own = MainWeightTransformation(
+            init, apply, rate, on_plan, self.formats, with_formats, self.name, self.on
+        )
+        return own
+
+    def _state(self, count: jax.Array, moments: Sequence[tuple[Any, Any]]) -> Any:
+        fields: dict[str, Any] = {}
+        for name, (values, scales) in zip(self.formats, moments, strict=True):
+            fields |= {name: values, f"{name}_scale": scales}
+        return self.state(count, **fields)
+
+    def _apply(self, arrays: MomentArrays, gradients: Any, state: Any, weights: Any) -> tuple[Any, Any]:
+        check_weights(weights, self.name)
+        count, formats = state.count + 1, list(self.formats.values())
+        rate = rate_after(self.learning_rate, state.count, self.name)
+        structure: Any
+        paths, structure = jax.tree.flatten_with_path(weights)
+        dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
+        scalars = {dtype: self.scalars(count, rate, dtype) for dtype in dtypes}
+        rows = [arrays.rows(each, weights) for each in formats]
+        moments = [
+            arrays.parts(own, weights, getattr(state, name), getattr(state, f"{name}_scale"))
+            for name, own in zip(self.formats, rows, strict=True)
+        ]
+        slopes = structure.flatten_up_to(gradients)
+        done: list[tuple[jax.Array, list[Any]]] = []
+        for number, (path, weight) in enumerate(paths):
+            check_gradient(path, weight, slopes[number], self.name)
+            compute = partial(self.update, formats, [own[number] for own in rows])
+            held = weight, [own[number] for own in moments]
+            numbers = count, scalars[update_dtype(weight.dtype)]
+            done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
+        new = jax.tree.unflatten(structure, [weight for weight, _ in done])
+        joined = [
+            arrays.join(each, weights, [own[number] for _, own in done])
+            for number, each in enumerate(formats)
+        ]
+        return new, self._state(count, joined)
 
 
 def check_rate(name: str, value: Any, of: str) -> None:

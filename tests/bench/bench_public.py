@@ -19,11 +19,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bridge.compiling.batch_shapes import BatchArray
-from bridge.compiling.machines.links import machine_named
+from bridge.compiling.machines.hardware import machine_named
 from bridge.compiling.machines.targets import target_named
 from bridge.compiling.target_plan import TargetRow, plan_targets
-from bridge.compiling.target_step import StepRequest
+from bridge.compiling.target_step import BatchArray, StepRequest
 from bridge.compiling.target_time import Estimate, Roofline
 from bridge.core.text import human_bytes
 from bridge.planning import Workload, load_policy

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from bridge.compiling.machines.hardware import HARDWARE
-from bridge.compiling.machines.links import Machine
+from bridge.compiling.machines.hardware import HARDWARE, Machine
 from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, read_program
 from bridge.compiling.timing.step_time import step_time
 from bridge.core.hlo.collectives import COPY

@@ -10,12 +10,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from bridge.planning.models import torch_trace
-from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.activations import SegmentBytes
-from bridge.planning.models.decoder_activations import decoder_activations
+from bridge.planning.models.decoder_activations import decoder_activations, trace_in_torch
 from bridge.planning.models.formulas import Attention, LossSegment
 from bridge.planning.models.models import nnx_shapes
+from bridge.planning.models.runtimes import abstract_module
 from bridge.planning.models.shipped_models import (
     SHIPPED,
     DecoderShape,
@@ -88,9 +87,7 @@ def test_shapes_in_torch_are_those_of_hugging_faces_layer(length: int, compute: 
             mask = torch.empty(1, 1, length, length, dtype=dtype)
             return self.layer(x, attention_mask=mask, position_embeddings=tables)
 
-    its = torch_trace.trace_segment(
-        lambda: Layer().to(dtype), lambda: torch.empty(1, length, 512, dtype=dtype)
-    )
+    its = trace_in_torch(lambda: Layer().to(dtype), lambda: torch.empty(1, length, 512, dtype=dtype))
     shape = DecoderShape(101, 512, 1, GroupedQueries(8, 2, 64), DenseMlp(1408))
     segments = {segment.path: segment for segment in shape.torch_activations(Attention.plain)}
     mine = segments["layers.0"].bytes_for(1, length, compute)

@@ -13,9 +13,9 @@ from flax import nnx
 
 from bridge.compiling.target_step import StepRequest
 from bridge.planning import PlanError, Workload, make_plan, parse_policy, resolve_models
-from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.formulas import Attention
 from bridge.planning.models.language_models import abstract_model, causal_lm_config, idle_elements
+from bridge.planning.models.runtimes import abstract_module
 from bridge.planning.models.shipped_models import shipped_model
 from jax_impl import models
 from tests.bench.peak_shapes import CONFIGS, model_named

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.compiling.machines.cards import CARDS
-from bridge.compiling.machines.hardware import HARDWARE, Fabric
-from bridge.compiling.machines.links import Machine, machine_named, seconds_on_links
-from bridge.compiling.machines.targets import TPUS
+from bridge.compiling.machines.hardware import HARDWARE, Fabric, Machine, machine_named, seconds_on_links
+from bridge.compiling.machines.targets import CARDS, TPUS
 from bridge.core.hlo.collectives import Transfer
 from bridge.planning.models.errors import PlanError
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.compiling.machines.hardware import Fabric, Hardware
-from bridge.compiling.machines.links import Machine
+from bridge.compiling.machines.hardware import Fabric, Hardware, Machine
 from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, Work, read_program
 from bridge.compiling.timing.step_time import Efficiency, StepTime, step_time, throughput
 from bridge.core.hlo.collectives import COPY, Transfer

@@ -18,14 +18,13 @@ from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
 from bridge.compiling import target_leg, target_plan
-from bridge.compiling.batch_shapes import load_batch_shapes
 from bridge.compiling.compile_cache import cache_folder, key_of, load, save
 from bridge.compiling.leg_process import Leg
 from bridge.compiling.machines import tpu_lock
 from bridge.compiling.machines.compilers import why_not
 from bridge.compiling.machines.targets import target_named
 from bridge.compiling.target_plan import Task
-from bridge.compiling.target_step import StepRequest
+from bridge.compiling.target_step import StepRequest, load_batch_shapes
 from bridge.planning import Workload, make_plan, resolve_models
 from bridge.planning.cost.cost import load_policy, parse_policy
 from bridge.planning.cost.optimizers import Optimizer

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bridge.commands.plan_targets import TargetRequest
-from bridge.compiling.batch_shapes import BatchArray
 from bridge.compiling.compile_cache import cache_folder
 from bridge.compiling.machines.targets import target_named
 from bridge.compiling.target_plan import TargetPlan, TargetRow, Task
+from bridge.compiling.target_step import BatchArray
 from bridge.compiling.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table, wide_share
 from bridge.compiling.timing.step_time import Efficiency
 from bridge.planning import Workload

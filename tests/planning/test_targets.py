@@ -13,8 +13,7 @@ import pytest
 
 from bridge.compiling.leg_process import Leg, LegError
 from bridge.compiling.machines import compilers, tpu_lock
-from bridge.compiling.machines.cards import CARDS
-from bridge.compiling.machines.targets import TPUS, Target, target_named, targets_named
+from bridge.compiling.machines.targets import CARDS, TPUS, Target, target_named, targets_named
 from bridge.planning.models.errors import PlanError
 
 HOLD = """

@@ -238,7 +238,7 @@ PRIVATE = {
     "dtensor/operator_rules.py",
     "dtensor/ops.py",
     "dtensor/tensor.py",
-    "dtensor/norms.py",
+    "dtensor/reductions.py",
     "dtensor/views.py",
     "optimizer/update.py",
     "parallel/modules.py",

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 
 from bridge.core.formats import CheckpointError, CheckpointReader, open_checkpoint
 from bridge.core.formats.saving import pending
-from bridge.core.formats.saving.extras import SaveExtras
-from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.formats.saving.pending import PendingSave, SaveExtras
 from bridge.core.formats.saving.steps import choose_step
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping

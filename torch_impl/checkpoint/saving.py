@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bridge.core.formats import Box, CheckpointError
-from bridge.core.formats.dcp.data_files import StoredChunk, data_file_entry
+from bridge.core.formats.dcp.archives import SavedChunk, data_file_entry
 from bridge.core.formats.files.atomic import AtomicDirectory
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
@@ -44,7 +44,7 @@ from bridge.core.formats.files.manifest import (
     render_manifest,
 )
 from bridge.core.formats.saving import pending
-from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.pending import SaveExtras
 from bridge.core.formats.stores.store import path_here
 from bridge.core.formats.tensors.arrays import array_checksum
 from bridge.core.formats.tensors.base import dtype_from_name
@@ -298,7 +298,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
         results = {result.index: result for result in written}
         tensors: dict[str, tuple[str, tuple[int, ...], dict[Box, int]]] = {}
         objects: dict[str, int] = {}
-        extents: dict[str, list[StoredChunk]] = {}
+        extents: dict[str, list[SavedChunk]] = {}
         for item in plan.items:
             extent = results[item.index].storage_data
             held = extents.setdefault(extent.relative_path, [])
@@ -310,7 +310,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
             chunks = tensors.setdefault(item.index.fqn, (_dtype_of(item), shape, {}))[2]
             chunks[box] = self._crcs[item.index]
             nbytes = box.numel * item.tensor_data.properties.dtype.itemsize
-            held.append(StoredChunk(extent.offset, extent.length, nbytes))
+            held.append(SavedChunk(extent.offset, extent.length, nbytes))
         return Part(
             written,
             {name: ManifestTensor(*entry) for name, entry in tensors.items()},

@@ -2,8 +2,7 @@
 
 Element-wise operators act on the local rows when all their DTensors are cut alike; the other operands must be scalars.
 ``copy_`` also takes a plain tensor of the global shape, which every rank must hold, and keeps this rank's rows of it.
-Reductions are in ``reductions``, random values in ``random``, views in ``views``, and computations of a single rank in
-``matrices``.
+Reductions are in ``reductions``, random values in ``random``, and views in ``views``.
 
 Operators that read tensors with remainders (``remainders``) see bfloat16. Operators that change such a tensor work on
 its float32 values, and also take other operands with remainders in float32.
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_of
-from torch_impl.dtensor.matrices import MATRIX_OPERATORS, on_whole_matrices
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
@@ -31,9 +29,58 @@ from torch_impl.dtensor.reductions import REDUCTIONS
 from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.remainders import main_values, remainder_of, set_main_values
 from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
-from torch_impl.dtensor.views import VIEWS, row_view
+from torch_impl.dtensor.views import VIEWS, counted_view, meant, row_view
 
 _aten = torch.ops.aten
+
+_TRANSPOSES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
+_OF_MATRICES = {*_TRANSPOSES, _aten.mm.default, _aten.addmm.default}
+
+
+def on_whole_matrices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of one of ``_OF_MATRICES``; None unless one rank holds all its matrices whole.
+
+    That rank computes as if it were alone, and the other ranks hold nothing of the results. So ``torch.optim.Muon``,
+    which orthogonalizes matrices, works without additional collectives if ``granularity="tensor"``::
+
+        weight (4, 3), bounds (0, 0, 4)   weight.t() (3, 4), bounds (0, 0, 3)   weight @ weight.t()  (4, 4), (0, 0, 4)
+        rank 0: nothing                   rank 0: nothing                       rank 0: nothing
+        rank 1: all                       rank 1: all                           rank 1: all
+    """
+    matrices = [matrix for matrix in args if isinstance(matrix, torch.Tensor)]
+    first, holder = matrices[0], _holder(matrices[0])
+    if holder is None or any(_holder(matrix) != holder for matrix in matrices):
+        return None
+    shape = func(*map(meant, args), **kwargs).shape
+    # A transpose of a vector changes nothing and returns no new view, and a vector is no matrix.
+    if len(shape) != 2:
+        return None
+    _, shards, shard = holder
+    rows = [0] * (shard + 1) + [shape[0]] * (shards - shard)
+    holds = bool(local_of(first).numel())
+    if func in _TRANSPOSES:
+        local = counted_view(
+            local_of(first),
+            lambda t: func(t, *args[1:], **kwargs) if holds else t.as_strided((0, shape[1]), (shape[1], 1)),
+        )
+    elif holds:
+        local = func(*map(local_of, args), **kwargs)
+    else:
+        local = local_of(first).new_empty(0, shape[1])
+    return wrap_rows(first, local, shape, rows)
+
+
+def _holder(matrix: torch.Tensor) -> tuple[Any, int, int] | None:
+    """For a matrix with elements: its mesh, the number of shards, and the shard that is whole; None if none is."""
+    if not isinstance(matrix, DTensor) or matrix.ndim != 2 or not matrix.numel():
+        return None
+    bounds = None if is_tensor_parallel(matrix.placements) else row_bounds_of(matrix)
+    if bounds is None:
+        return None
+    # A whole matrix ends in the shard in which it begins.
+    shard = sum(bound == 0 for bound in bounds) - 1
+    return (matrix.device_mesh, len(bounds) - 1, shard) if bounds[shard + 1] == matrix.shape[0] else None
+
 
 _SAME_TENSOR = {_aten.detach.default, _aten.alias.default}
 # Element-wise, but torch does not tag them so.
@@ -55,7 +102,7 @@ _NEW = {_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
 # Programs that compute with a sharded weight are refused at one of these operators.
-_MULTIPLIES = {*MATRIX_OPERATORS, *_PRODUCTS, _aten.embedding.default}
+_MULTIPLIES = {*_OF_MATRICES, *_PRODUCTS, _aten.embedding.default}
 _MULTIPLIED = (
     "; modules have whole weights when the module itself is called (not its forward()), and after unshard(); for "
     "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
@@ -110,7 +157,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args, kwargs)) is not None:
         return view
-    if func in MATRIX_OPERATORS and (matrix := on_whole_matrices(func, args, kwargs)) is not None:
+    if func in _OF_MATRICES and (matrix := on_whole_matrices(func, args, kwargs)) is not None:
         return matrix
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)

@@ -80,10 +80,9 @@ class MainWeightAdamW(MainWeightOptimizer):
         if capturable:
             _check_capturable(formats, offload_fraction)
         betas = numbers_of("betas", betas, 2, "MainWeightAdamW")
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        modes = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
-        defaults = {**numbers, **modes, "maximize": maximize}
-        check_adamw({**numbers, **modes, "maximize": maximize, "amsgrad": amsgrad})
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction, "maximize": maximize}
+        check_adamw({**defaults, "amsgrad": amsgrad})
         super().__init__(params, defaults, formats, offload_fraction)
 
     def __getstate__(self) -> dict[str, Any]:

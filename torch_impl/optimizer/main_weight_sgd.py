@@ -12,11 +12,12 @@ to the dtype of the update, ``fma(x, y, z)`` is ``x * y + z`` rounded once; ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from bridge.core.sharding.policy.optimizer_state import together
 from torch_impl.optimizer.arguments import check_flag, check_number, check_numbers
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
@@ -97,7 +98,8 @@ class MainWeightSGD(MainWeightOptimizer):
 
 def _sgd(weights: Tensors, grads: Tensors, moments: Sequence[Tensors], steps: Tensors, group: Group) -> None:
     lr = group["lr"].item() if isinstance(group["lr"], torch.Tensor) else group["lr"]
-    for numbers in _together(weights):
+    # In batches, so that intermediate tensors take bounded memory.
+    for numbers in together(range(len(weights)), lambda n: weights[n].numel(), _TOGETHER):
         own = [weights[n] for n in numbers]
         slopes = [grads[n] for n in numbers]
         if group["maximize"]:
@@ -125,17 +127,3 @@ def _accumulate(buffers: Tensors, grads: Tensors, steps: Tensors, group: Group) 
         old = [buffers[n] for n in started]
         torch._foreach_mul_(old, group["momentum"])
         torch._foreach_add_(old, [grads[n] for n in started], alpha=1 - group["dampening"])
-
-
-def _together(weights: Tensors) -> Iterator[list[int]]:
-    """Indices of weights that are updated together, so that intermediate tensors take bounded memory."""
-    numbers: list[int] = []
-    size = 0
-    for number, weight in enumerate(weights):
-        if numbers and size + weight.numel() > _TOGETHER:
-            yield numbers
-            numbers, size = [], 0
-        numbers.append(number)
-        size += weight.numel()
-    if numbers:
-        yield numbers

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bridge.core.sharding.policy.offload_share import OffloadShare
+from bridge.core.sharding.policy.optimizer_state import OffloadShare
 
 
 @dataclass

@@ -29,20 +29,22 @@ With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from bridge.core.sharding.policy.optimizer_state import CHUNK, VECTOR, together
 from torch_impl.dtensor.local import local_of, plain_values
 from torch_impl.dtensor.remainders import join, remainder_of, split
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.pieces import Moments, UpdatePiece, chunks
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Group: TypeAlias = Mapping[str, Any]
@@ -51,9 +53,81 @@ Kernel: TypeAlias = Callable[[Tensors, Tensors, Sequence[Tensors], Tensors, Grou
 """Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
 # After this number of steps, in the range of float32, the initial zeros no longer influence the moments.
 _FOREVER = 1e30
+Moments: TypeAlias = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(slots=True, eq=False)
+class UpdatePiece:
+    """Part of a parameter's update: local tensors of one shape, or views of their parts.
+
+    ``moments``: for each, the stored values and the scale or None. ``row``: the index, in the parameter, of the first
+    row. ``dtype``: of the update. ``remainder``: the weight's remainder, if it has one.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    moments: Moments
+    formats: tuple[MomentFormat, ...]
+    step: torch.Tensor
+    row: int
+    dtype: torch.dtype
+    remainder: torch.Tensor | None = None
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """The moments and scales: the tensors that are fetched and sent back when they are offloaded."""
+        return [tensor for pair in self.moments for tensor in pair if tensor is not None]
+
+
+def cut(piece: UpdatePiece) -> Iterator[UpdatePiece]:
+    """A whole tensor's update in pieces of at most ``CHUNK`` elements, so that memory for one chunk is enough::
+
+        tensor of 5 rows, chunks of 2 rows      chunk 0    chunk 1    chunk 2
+        |r0 r1 r2 r3 r4| |small|                |r0 r1|    |r2 r3|    |r4 small|
+
+    A piece consists of whole rows if a moment has a scale for each row, else of any run of elements. Every piece except
+    a tensor's last has a multiple of ``VECTOR`` elements. Torch's CPU kernel rounds the elements after a tensor's last
+    whole vector differently (line 4 above), so this gives a piece the same bits as the whole tensor.
+    """
+    numel = piece.weight.numel()
+    values = [piece.weight, piece.grad, *(tensor for tensor, _ in piece.moments)]
+    # Pieces of a tensor with gaps, or in another order, could not be views.
+    if numel <= CHUNK or not all(tensor.is_contiguous() for tensor in values):
+        yield piece
+        return
+    scaled = any(scale is not None for _, scale in piece.moments)
+    columns = piece.weight.shape[-1] if scaled else 1
+    together = columns * (VECTOR // math.gcd(VECTOR, columns))
+    length = max(1, CHUNK // together) * together
+    for start in range(0, numel, length):
+        rows = slice(start // columns, min(start + length, numel) // columns)
+
+        def part(tensor: torch.Tensor, rows: slice = rows) -> torch.Tensor:
+            return tensor.view(-1, columns)[rows] if scaled else tensor.view(-1)[rows]
+
+        moments: Moments = [
+            (part(tensor), None if scale is None else scale.view(-1, 1)[rows])
+            for tensor, scale in piece.moments
+        ]
+        yield UpdatePiece(
+            part(piece.weight),
+            part(piece.grad),
+            moments,
+            piece.formats,
+            piece.step,
+            piece.row + (rows.start if scaled else 0),
+            piece.dtype,
+            None if piece.remainder is None else part(piece.remainder),
+        )
+
+
+def chunks(pieces: Sequence[UpdatePiece]) -> Iterator[list[UpdatePiece]]:
+    """Lists of consecutive pieces of one dtype, with up to ``CHUNK`` elements together."""
+    every = (piece for whole in pieces for piece in cut(whole))
+    for _, alike in itertools.groupby(every, lambda piece: piece.dtype):
+        yield from together(alike, lambda piece: piece.weight.numel(), CHUNK)
+
+
 class ParameterUpdate:
     """The data of one parameter that its update needs, looked up once. ``state`` is the optimizer's, in ``formats``.
 
@@ -62,44 +136,35 @@ class ParameterUpdate:
     ``made_by_unit``: the parameter is what ``fully_shard`` made of the original parameter.
     """
 
-    param: nn.Parameter
-    state: dict[str, torch.Tensor]
-    formats: tuple[MomentFormat, ...]
-    offloaded: bool
-    made_by_unit: bool = field(init=False)
-    placements: Any = field(init=False)
-    shape: torch.Size = field(init=False)
-    weight: torch.Tensor = field(init=False)
-    remainder: torch.Tensor | None = field(init=False)
-    moments: Moments = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    resident: bool = field(init=False)
-    step: torch.Tensor = field(init=False)
-    _held: tuple[torch.Tensor, ...] = field(init=False)
-    _weight_dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._held = tuple(self.state[moment.key] for moment in self.formats)
-        self.made_by_unit = isinstance(self.param, RowDTensor)
-        self.placements = self.param.placements if isinstance(self.param, DTensor) else None
-        self.shape = self.param.shape
-        self.weight = plain_values(self.param)
+    def __init__(
+        self,
+        param: nn.Parameter,
+        state: dict[str, torch.Tensor],
+        formats: tuple[MomentFormat, ...],
+        offloaded: bool,
+    ) -> None:
+        self.param, self.state, self.formats, self.offloaded = param, state, formats, offloaded
+        self._held = tuple(state[moment.key] for moment in formats)
+        self.made_by_unit = isinstance(param, RowDTensor)
+        self.placements: Any = param.placements if isinstance(param, DTensor) else None
+        self.shape = param.shape
+        self.weight = plain_values(param)
         remainder = remainder_of(self.weight)
         self.remainder = None if remainder is None else remainder.values
-        self.moments = [
+        self.moments: Moments = [
             (
-                local_of(self.state[moment.key]),
-                local_of(self.state[moment.scale_key]) if moment.scale_key in self.state else None,
+                local_of(state[moment.key]),
+                local_of(state[moment.scale_key]) if moment.scale_key in state else None,
             )
-            for moment in self.formats
+            for moment in formats
         ]
         stored = [tensor for tensor, _ in self.moments]
         uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
         unscaled = all(scale is None for _, scale in self.moments)
         self.dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         alike = all(tensor.stride() == self.weight.stride() for tensor in stored)
-        self.resident = uniform and unscaled and alike and not self.offloaded and self.remainder is None
-        self.step = self.state["step"] if self.formats else torch.zeros(())
+        self.resident = uniform and unscaled and alike and not offloaded and self.remainder is None
+        self.step = state["step"] if formats else torch.zeros(())
         self._weight_dtype = self.weight.dtype
 
     def is_current(self, state: Mapping[str, torch.Tensor] | None) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
-from bridge.core.sharding.policy.parallel_styles import FEATURE_STYLES, styled_dimension
+from bridge.core.sharding.policy.parallel import FEATURE_STYLES, styled_dimension
 from torch_impl.dtensor.placement import FusedShard
 from torch_impl.parallel.modules import (
     ColwiseEmbedding,

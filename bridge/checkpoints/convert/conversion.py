@@ -32,7 +32,7 @@ from bridge.checkpoints.ground.workers import default_workers, large_buffers_ret
 from bridge.core.formats import Format, create_checkpoint
 from bridge.core.formats.files.journal import Attempt, abandoned
 from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
 from bridge.core.formats.tensors.boxes import REGION_BYTES
 from bridge.core.formats.whole.companions import Companions

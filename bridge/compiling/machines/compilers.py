@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge.compiling.machines.cards import CARDS
-from bridge.compiling.machines.targets import Target
+from bridge.compiling.machines.targets import CARDS, Target
 from bridge.core.extras import install_advice, installed_versions
 from bridge.planning.models.errors import PlanError
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bridge.compiling.machines.links import Machine, seconds_on_links
+from bridge.compiling.machines.hardware import Machine, seconds_on_links
 from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, Work
 from bridge.compiling.timing.timeline import DEVICE, LINKS, Recorder, Span
 from bridge.core.hlo.collectives import COPY, Transfer

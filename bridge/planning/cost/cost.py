@@ -19,14 +19,13 @@ from bridge.core.text import human_bytes
 from bridge.core.views import Viewed
 from bridge.planning.cost.at_rest import AtRest, at_rest
 from bridge.planning.cost.buffers import GroupBuffers, buffers_of
-from bridge.planning.cost.exchanges import exchanges
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.moments import Placed, brought_together, staged
 from bridge.planning.cost.offload import in_cpu_memory
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
 from bridge.planning.cost.peak_steps import StepUnit, steps_of
-from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
+from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, exchanges, step_calls
 from bridge.planning.cost.units import UnitKind, cut
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
-from bridge.core.sharding.policy.parallel_styles import FEATURE_STYLES, styled_dimension
+from bridge.core.sharding.policy.parallel import FEATURE_STYLES, styled_dimension
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model, Parameter
 

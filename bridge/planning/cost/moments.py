@@ -19,9 +19,9 @@ m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon
 which these optimizers update in float32.
 
 Moments in float16 and float8 have one float32 scale per row, and single elements stay float32 (``torch_impl.optimizer
-.moments``); with JAX's flat buffers this takes separate arrays (``row_moments``). Adafactor and Muon look at
+.moments``); with JAX's flat buffers this takes separate arrays (``row_moment_bytes``). Adafactor and Muon look at
 shapes, so JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
-parameter are cut along a dimension that the number of shards divides, others are whole on each device. ``muon_rounds``
+parameter are cut along a dimension that the number of shards divides, others are whole on each device. ``MuonRounds``
 describes the matrices that a Muon update in PyTorch brings together.
 
 ``--offload`` puts a share of the moments into CPU memory (``offload``).
@@ -30,15 +30,18 @@ describes the matrices that a Muon update in PyTorch brings together.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bridge.core.dtype_names import BYTES
-from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS, num_cut
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import (
     CHUNK,
     MOMENT_BYTES,
+    ROUND,
+    SCALE_BYTES,
     SCALED,
     VECTOR,
     moment_bytes,
@@ -47,10 +50,8 @@ from bridge.core.sharding.policy.optimizer_state import (
 )
 from bridge.core.sharding.policy.parallel import cut_dimension
 from bridge.planning.cost.buffers import GroupBuffers
-from bridge.planning.cost.muon_rounds import MuonRounds
 from bridge.planning.cost.offload import travelling
 from bridge.planning.cost.optimizers import OF_MAIN_WEIGHTS, Optimizer
-from bridge.planning.cost.row_moments import row_moment_bytes
 
 # The default ``min_dim_size_to_factor`` of ``optax.adafactor``.
 _FACTORED_FROM = 128
@@ -273,3 +274,91 @@ def _pieces(group: GroupBuffers, device: int) -> Iterator[_Piece]:
         row_size, _ = rows_of(shape)
         first, last = ranges[name]
         yield _Piece(name, tuple(shape), last - first, (last - first) * row_size)
+
+
+def row_moment_bytes(group: GroupBuffers, device: int, itemsize: int, others: int) -> tuple[int, int] | None:
+    """Of a moment with scales in JAX's flat buffers: the bytes on a device, and the part that belongs to parameters.
+
+    If parameters of a group have rows of several elements (*scaled* ones), ``jax_impl.runtime.groups.row_arrays`` keeps
+    three arrays for each moment: one shaped like the weights, in the moment's dtype; a float32 scale for each scaled
+    row; and the elements of all other parameters, in the dtype of the update. In the latter two, each shard has, for
+    each buffer of the layout, room for as many rows as the shard with the most rows has. None for a group without.
+
+    itemsize, others: bytes of an element with a scale, and of one without.
+    """
+    layout, level = group.layout, group.strategy.optimizer
+    own = int(group.mesh.shard_by_device(level)[device])
+    scaled = {slot.name: slot.row_size > 1 for slot in layout.slots}
+    if not any(scaled.values()):
+        return None
+    rows, single = (layout.rows_by_shard({n for n in scaled if scaled[n] is has}) for has in (True, False))
+    elements = layout.elements_by_shard[list(scaled.values()), own].sum()
+    allocated = group.size(level) * itemsize + rows.max(1).sum() * SCALE_BYTES + single.max(1).sum() * others
+    real = elements * itemsize + rows[:, own].sum() * SCALE_BYTES + single[:, own].sum() * others
+    return int(allocated), int(real)
+
+
+@dataclass
+class MuonRounds:
+    """The matrices that a Muon update in PyTorch brings together, see ``torch_impl.optimizer.muon_update``.
+
+    A matrix that spans several shards is orthogonalized by one of them, in bfloat16. Matrices travel in rounds: a rank
+    owns up to 2^22 elements of a round, or one larger matrix. Let V be the elements of the rank's rows, W of its own
+    matrices, T of its taller-than-wide matrices, M and S the size and shorter side of the largest. A round holds at
+    most, in bytes::
+
+        products    2 V + 2 W + 2 (W - M) + 4 M + 4 S^2     rows, whole matrices, results; operand, result, two squares
+        way back    4 V + 6 W + 2 T                         rows; whole matrices, results, sent data; the transposed
+
+    A matrix on a single shard is processed alone: 6 M + 4 S^2; with low-precision momentum 10 M while the momentum is
+    float32 and the direction is made from it. Moments in CPU memory come to the device a round ahead.
+
+    Parameters are added one after another. ``converted``: whether momentum is stored in low precision.
+    cut: by number of shards, how many matrices have a height and width. alone: heights and widths of matrices on a
+    single shard. moved, numel: bytes of moments in CPU memory, and elements, that a device has.
+    """
+
+    converted: bool
+    cut: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)
+    alone: set[tuple[int, int]] = field(default_factory=set)
+    moved: int = 0
+    numel: int = 0
+
+    def add(
+        self, group: GroupBuffers, name: str, shape: Sequence[int], times: int, moved: int, numel: int
+    ) -> None:
+        """Add ``times`` equal parameters."""
+        height, width = shape[-2], shape[-1]
+        rows = rows_of(shape)[1]
+        if not rows:
+            return
+        cut = num_cut(shape, group.layout.row_bounds(name))
+        if cut:
+            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += cut * times
+        if cut < rows // height:
+            self.alone.add((height, width))
+        self.moved += moved * times
+        self.numel += numel * times
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device at once, at most; including the travelling moments of two rounds."""
+        each = self.moved / self.numel if self.numel else 0
+        largest = 0
+        for height, width in self.alone:
+            numel = height * width
+            own = 6 * numel + 4 * min(height, width) ** 2
+            if self.converted:
+                own = max(own, 10 * numel)
+            largest = max(largest, own + int(2 * numel * each))
+        for shards, members in self.cut.items():
+            numels = {shape: math.prod(shape) * count for shape, count in members.items()}
+            total = sum(numels.values())
+            held = -(-total // shards)
+            whole = max(min(ROUND, held), *map(math.prod, members))
+            rows = min(whole, held)
+            tall = whole * sum(numel for shape, numel in numels.items() if shape[0] > shape[1]) // total
+            products = max(2 * math.prod(shape) + 4 * min(shape) ** 2 for shape in members)
+            own = max(4 * rows + 6 * whole + 2 * tall, 2 * rows + 4 * whole + products)
+            largest = max(largest, own + int(min(2 * rows, held) * each))
+        return largest

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from bridge.core.sharding.policy.offload_share import offloaded
+from bridge.core.sharding.policy.optimizer_state import offloaded
 from bridge.planning.cost.buffers import buffers_of
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.units import UnitKind

@@ -1,16 +1,28 @@
-"""Activations of our decoder, traced from its own code in each runtime: see ``torch_trace`` and ``jax_trace``."""
+"""Activations of our decoder, traced from its own code in each runtime.
+
+In PyTorch one forward and backward run on the meta device, with a log of allocations. Nothing is computed or allocated:
+on the meta device tensors have shapes and storages without memory. A dispatch mode sees each operator's results, also
+in backward, and a finalizer sees each storage's end. So autograd saves and frees the same tensors at the same moments
+as on a real device.
+
+In JAX the bytes are those of the residuals of a segment's vjp, from shapes alone. XLA stores all residuals of a unit
+that gathers its weights, since ``jax_impl`` fences them, except residuals that do not depend on arguments, such as the
+zeros of a mask. Elsewhere XLA may recompute some of them, and the bytes are upper bounds. ``backward`` adds the
+cotangents of output and input, and the cotangent of the largest intermediate, which is as large as the largest
+residual: in attention that keeps its scores, the cotangent of the scores. On TPUs ``jax_impl`` saves less (see
+``jax_impl/runtime/program/residuals.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from bridge.planning.models import jax_trace, torch_trace
-from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.activations import Segment, SegmentBytes
-from bridge.planning.models.runtimes import framework, part
+from bridge.planning.models.runtimes import abstract_module, framework, part
 
 
 @dataclass(frozen=True)
@@ -79,10 +91,10 @@ def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segm
         return torch.nn.Sequential(norm, linear).to(dtype)
 
     if kind == "embed":
-        return torch_trace.trace_segment(embed, tokens)
+        return trace_in_torch(embed, tokens)
     if kind != "head":
-        return torch_trace.trace_segment(layer, hidden)
-    return torch_trace.trace_segment(head, hidden, lambda logits: decoder.next_token_loss(logits, tokens()))
+        return trace_in_torch(layer, hidden)
+    return trace_in_torch(head, hidden, lambda logits: decoder.next_token_loss(logits, tokens()))
 
 
 @lru_cache(maxsize=256)
@@ -94,19 +106,19 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     make = models.Decoder if isinstance(sizes, models.DecoderConfig) else models.CausalLM
     model = abstract_module(lambda rngs: make(sizes, rngs=rngs))
     if kind == "embed":
-        return jax_trace.trace_segment(model.embed, tokens, compute)
+        return trace_in_jax(model.embed, tokens, compute)
     if kind == "positions":
         places = jax.ShapeDtypeStruct((length,), "int32")
-        return jax_trace.trace_segment(model.positions, places, compute)
+        return trace_in_jax(model.positions, places, compute)
     layers = part("jax", "models.causal_lm_layers")
     causal = isinstance(sizes, models.CausalLMConfig)
     if kind != "head":
         layer = model.layers[0] if kind == "layer" else getattr(model.layers[0], kind)
         if not causal or kind == "mlp":
-            return jax_trace.trace_segment(layer, hidden, compute)
+            return trace_in_jax(layer, hidden, compute)
         # All layers have the same tables.
         tables = sizes.rotary and layers.rotary_tables(length, sizes.rotary, sizes.head_dim)
-        return jax_trace.trace_segment(layer, hidden, compute, others=(tables,))
+        return trace_in_jax(layer, hidden, compute, others=(tables,))
 
     def loss(logits: Any) -> Any:
         if causal:
@@ -123,7 +135,161 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
             return self.embed.attend(self.norm(x))
 
     head = Tied() if sizes.tied else nnx.Sequential(model.norm, model.lm_head)
-    return jax_trace.trace_segment(head, hidden, compute, loss)
+    return trace_in_jax(head, hidden, compute, loss)
 
 
 _TRACES: dict[str, Callable[[str, Any, int, int, str], SegmentBytes]] = {"torch": _torch, "jax": _jax}
+
+
+def trace_in_torch(
+    build: Callable[[], Any], make_input: Callable[[], Any], finish: Callable[[Any], Any] | None = None
+) -> SegmentBytes:
+    """Trace ``build()``, a module, on ``make_input()``; both are called for the meta device.
+
+    finish: the function from the module's output to a scalar, such as a loss; None: the output's gradient is passed in.
+    """
+    torch = framework("torch")
+    with torch.device("meta"):
+        module, example = build(), make_input()
+        differentiable = example.is_floating_point()
+        source = example.requires_grad_() if differentiable else example
+        weight = None
+        parameter_gradients: set[int] = set()
+        log = _Log(torch)
+
+        def forget(parameter: Any) -> None:
+            parameter_gradients.add(log.key(parameter.grad))
+            parameter.grad = None
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(forget)
+        if finish is None:
+            weight = torch.empty_like(module(source))
+        # Views of these tensors are also results of operators.
+        log.ignore([source, *module.parameters(), *module.buffers(), *([] if weight is None else [weight])])
+        with log.mode():
+            # A leaf would stay alive in any case; an input from another segment does not.
+            inside = source * 1 if differentiable else source
+            size = inside.numel() * inside.element_size() if differentiable else 0
+            output = module(inside)
+            forward = log.peak()
+            loss = (output * weight).sum() if finish is None else finish(output)
+            forward = forward if finish is None else log.peak()
+            del inside, output
+            saved = log.live()
+            mark = log.mark()
+            loss.backward()
+    backward = log.peak(mark, parameter_gradients)
+    return SegmentBytes(saved, size, forward, backward, size + max(forward, backward), forward)
+
+
+class _Log:
+    """Storages that were made and dropped, in order."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._events: list[tuple[int, int]] = []
+        self._alive: dict[int, int] = {}
+
+    def key(self, tensor: Any) -> int:
+        """The number of a tensor's storage; -1 for a storage that is older than the log."""
+        return self._alive.get(tensor.untyped_storage()._cdata, -1)
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Ignore the bytes of storages that stay alive."""
+        self._alive.update((tensor.untyped_storage()._cdata, -1) for tensor in tensors)
+
+    def mark(self) -> int:
+        return len(self._events)
+
+    def live(self) -> int:
+        """Bytes alive now."""
+        return sum(size for _, size in self._events)
+
+    def peak(self, after: int = 0, without: frozenset[int] | set[int] = frozenset()) -> int:
+        """The most bytes alive at once since a mark, without the storages ``without``."""
+        live = most = 0
+        for index, (key, size) in enumerate(self._events):
+            if key not in without:
+                live += size
+            if index >= after:
+                most = max(most, live)
+        return most
+
+    def note(self, tensor: Any) -> None:
+        """Log a result of an operator; its storage may already be known."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        key, size = len(self._events), storage.nbytes()
+        self._alive[address] = key
+        self._events.append((key, size))
+        weakref.finalize(storage, self._dropped, address, key, size)
+
+    def _dropped(self, address: int, key: int, size: int) -> None:
+        self._alive.pop(address, None)
+        self._events.append((key, -size))
+
+    def mode(self) -> Any:
+        """A dispatch mode that keeps the log."""
+        log, torch = self, self._torch
+        base = framework("torch.utils._python_dispatch").TorchDispatchMode
+        tree_map = framework("torch.utils._pytree").tree_map_only
+
+        class Noting(base):  # type: ignore[misc, valid-type]  # the framework is imported when it is used
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                results = func(*args, **(kwargs or {}))
+                tree_map(torch.Tensor, log.note, results)
+                return results
+
+        return Noting()
+
+
+def trace_in_jax(
+    module: Any,
+    example: Any,
+    compute: str,
+    finish: Callable[[Any], Any] = lambda output: output,
+    others: Sequence[Any] = (),
+) -> SegmentBytes:
+    """Trace an nnx module, which may be abstract, with parameters in ``compute``, on an input like ``given``.
+
+    finish: the function from the module's output to the differentiated value, such as a loss. others: further inputs;
+    their bytes are not counted.
+    """
+    jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
+    graph, state = nnx.split(module)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, compute), state)
+    differentiable = jnp.issubdtype(example.dtype, jnp.floating)
+
+    def run(state: Any, _inner: Any, values: Any) -> Any:
+        return finish(nnx.merge(graph, state)(values, *others))
+
+    def differentiated(state: Any, _inner: Any, values: Any) -> Any:
+        output, vjp = jax.vjp(run, state, (), values)
+        # Backward has the weights in any case.
+        vjp.args_res[:2] = [None, None]
+        return output, vjp
+
+    residuals = part("jax", "runtime.program.residuals")
+
+    def split(state: Any, values: Any) -> tuple[list[Any], list[Any]]:
+        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), values)
+        leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
+        varying = list(zip(leaves, depends[results:], strict=True))
+        # Constants, such as the zeros of a mask, are made at their use.
+        return [leaf for leaf, varies in varying if varies], [leaf for leaf, varies in varying if not varies]
+
+    kept, constants = jax.eval_shape(split, state, example)
+    sizes = [_bytes(leaf) for leaf in kept]
+    saved, largest = sum(sizes), max(sizes, default=0)
+    size = _bytes(example) if differentiable else 0
+    program = jax.make_jaxpr(run)(state, (), example)
+    fixed = sum(_bytes(constant.aval) for constant in residuals.constants_of(program))
+    fixed_saved = sum(map(_bytes, constants))
+    return SegmentBytes.of_residuals(saved, size, largest, fixed=fixed, fixed_saved=fixed_saved)
+
+
+def _bytes(aval: Any) -> int:
+    return int(aval.size * aval.dtype.itemsize)

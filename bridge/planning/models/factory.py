@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.errors import PlanError
-from bridge.planning.models.runtimes import framework, installed, part
+from bridge.planning.models.runtimes import abstract_module, framework, installed, part
 
 
 def function_named(what: str, path: str, example: str) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ class LossSegment:
 
 @dataclass(frozen=True)
 class ResidualSegment:
-    """In JAX, where a segment saves the residuals of its vjp: see ``jax_trace``, with which a test compares it.
+    """In JAX, where a segment saves the residuals of its vjp: see ``trace_in_jax``, with which a test compares it.
 
     Per token: ``saved`` elements in the compute dtype, ``wide`` elements in float32, and ``saved_bytes``. ``arrays``:
     the widths of arrays that may be the largest, in the compute dtype and in float32. ``heads``: 0 for fused attention;

@@ -14,9 +14,8 @@ from typing import Any
 
 from bridge.core.formats.stores.store import hub_repository
 from bridge.core.text_files import load_json, load_toml
-from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.errors import PlanError
-from bridge.planning.models.runtimes import part
+from bridge.planning.models.runtimes import abstract_module, part
 from bridge.planning.models.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
 from bridge.relay.config import BUILT_IN, ConfigError, ModelConfig
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from bridge.core.extras import install_advice
 from bridge.planning.models.errors import PlanError
@@ -33,3 +35,20 @@ def part(runtime: str, name: str) -> ModuleType:
 def framework(name: str) -> ModuleType:
     """A framework's own module, such as ``torch`` or ``flax.nnx``."""
     return importlib.import_module(name)
+
+
+def abstract_module(make: Callable[[Any], Any]) -> Any:
+    """``nnx.eval_shape`` of ``make(rngs)``.
+
+    A stream of random numbers counts its keys. If the count is traced, flax asks it for a sharding each time, and JAX
+    goes through the whole trace to word the refusal: quadratic in the number of parameters. So counts are NumPy arrays.
+    """
+    nnx, np = framework("flax.nnx"), framework("numpy")
+
+    def made() -> Any:
+        rngs = nnx.Rngs(0)
+        for _, stream in rngs.items():
+            stream.count = nnx.RngCount(np.zeros((), np.uint32), tag=stream.tag)
+        return make(rngs)
+
+    return nnx.eval_shape(made)

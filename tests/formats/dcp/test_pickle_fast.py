@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from bridge.core.formats.dcp import metadata as module
 from bridge.core.formats.dcp import pickle as interpreter
 from bridge.core.formats.dcp.metadata import DcpMetadata, Extent, parse_metadata
-from bridge.core.formats.dcp.metadata_writer import format_metadata
 from bridge.core.formats.dcp.pickle import RepeatedEntries, read_pickle
 from bridge.core.formats.dcp.pickle_machine import Machine
 from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
 from bridge.core.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.dcp.writer import format_metadata
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo
 from bridge.core.formats.tensors.boxes import grid_of_chunks
 from tests.support.bridge.dcp_files import stock_save

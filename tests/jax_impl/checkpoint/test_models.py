@@ -26,7 +26,7 @@ from jax_impl import (
     variable_leaves,
 )
 from jax_impl.checkpoint import contents as checkpoint_contents
-from jax_impl.checkpoint.roots import trees_of_weights
+from jax_impl.checkpoint.matching import trees_of_weights
 from tests.support.jax_impl import checkpoint_runs as runs
 from tests.support.jax_impl.tiny import CONFIG, decoder
 

@@ -33,7 +33,7 @@ from jax_impl import (
 )
 from jax_impl.models import Decoder
 from jax_impl.runtime.groups import float8
-from jax_impl.runtime.groups.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors
+from jax_impl.runtime.groups.float8_group import amax_of_tensors, quantize_blocks, quantize_tensors
 from tests.support.bridge import float8_reference
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 

@@ -16,7 +16,7 @@ from bridge.core.formats import create_checkpoint
 from bridge.core.mapping.language.rules import mapping_of
 from bridge.parity import capture_jax, capture_torch, parity
 from bridge.parity.compare.captured import compare_traces
-from bridge.parity.compare.run import stored_weights
+from bridge.parity.compare.parity import stored_weights
 from bridge.parity.jax.side import JaxSide
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.torch.side import TorchSide

@@ -16,10 +16,9 @@ import pytest
 
 from bridge.parity.partners.rows import STAGES, row_of
 from bridge.parity.recorded.distance import FACTOR
-from bridge.parity.report_page.html import page, write_html
+from bridge.parity.report_page.html import Node, page, tree_of, write_html
 from bridge.parity.report_page.markup import shade
 from bridge.parity.report_page.report import ParityReport
-from bridge.parity.report_page.tree import Node, tree_of
 from tests.parity.pair.reports import HOSTILE, llama, odd, row
 
 VOID = {"meta", "input", "br"}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bridge.core.formats.files.atomic import AtomicDirectory
-from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.pending import SaveExtras
 from tests.support.torch_impl.checkpoint_jobs import RUNS, State, full_state, global_loss, step
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 from torch_impl.checkpoint.contents import named_tensors, state_tree

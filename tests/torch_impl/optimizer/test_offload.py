@@ -19,7 +19,7 @@ from tests.support.torch_impl.toy import Toy, sharded_toy
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients, same_bits
 from torch_impl import MainWeightAdamW, load_checkpoint, save_checkpoint
 from torch_impl.dtensor.local import local_of
-from torch_impl.optimizer import pieces
+from torch_impl.optimizer import update
 from torch_impl.optimizer.offload import Batch, CpuTransfers, Share, Transfers
 
 DTYPES = {
@@ -134,7 +134,7 @@ def test_offload_changes_neither_results_nor_a_byte_of_a_checkpoint(
 def test_results_are_right_when_every_copy_is_made_as_late_as_the_waits_allow(
     monkeypatch: pytest.MonkeyPatch, dtype_name: str
 ) -> None:
-    monkeypatch.setattr(pieces, "CHUNK", 40)
+    monkeypatch.setattr(update, "CHUNK", 40)
     late = LateTransfers()
     models = [Toy(), Toy()]
     plain, offloaded = (

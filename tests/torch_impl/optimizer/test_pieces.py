@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.bench.torch_memory import live_bytes
 from torch_impl import MainWeightAdamW
-from torch_impl.optimizer import pieces
+from torch_impl.optimizer import update
 
 FORMATS = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 # Rows of odd length, rows longer than a chunk, a stack, a vector with elements after its last whole vector register.
@@ -39,7 +39,7 @@ def test_the_bits_are_the_same_however_tensors_are_cut(
 ) -> None:
     whole = trained(dtype, torch.bfloat16)
     for size in (16, 100, 3000):
-        monkeypatch.setattr(pieces, "CHUNK", size)
+        monkeypatch.setattr(update, "CHUNK", size)
         for tensor, other in zip(
             trained(dtype, torch.bfloat16, offload_fraction=fraction), whole, strict=True
         ):
@@ -48,7 +48,7 @@ def test_the_bits_are_the_same_however_tensors_are_cut(
 
 
 def test_tensors_with_gaps_are_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "CHUNK", 16)
+    monkeypatch.setattr(update, "CHUNK", 16)
     apart, dense = nn.Parameter(torch.ones(6, 8).T), nn.Parameter(torch.ones(8, 6))
     for weight in (apart, dense):
         optimizer = MainWeightAdamW([weight], exp_avg_dtype=torch.bfloat16)
@@ -74,8 +74,8 @@ def peak_beyond_rest(numel: int, dtype: torch.dtype) -> int:
 def test_an_update_needs_memory_for_one_chunk_whatever_the_size(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(pieces, "CHUNK", 1 << 16)
+    monkeypatch.setattr(update, "CHUNK", 1 << 16)
     small, large = peak_beyond_rest(1 << 18, dtype), peak_beyond_rest(1 << 20, dtype)
     # Two moments in float32, and while one of them is encoded three more arrays of its size.
-    assert large <= 20 * pieces.CHUNK + 64 * 1024
+    assert large <= 20 * update.CHUNK + 64 * 1024
     assert abs(large - small) < 16 * 1024

@@ -37,7 +37,7 @@ from torch_impl import (
 from torch_impl.checkpoint.contents import in_one_piece
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import join, remainder_of, split
-from torch_impl.optimizer import pieces
+from torch_impl.optimizer import update
 
 TWO_AXES = Placements(("replicate",) * 2, ("partial",) * 2, ("shard",) * 2)
 
@@ -168,11 +168,11 @@ def test_splitting_is_exact_and_rounds_to_nearest() -> None:
 
 @contextmanager
 def chunks_of(size: int) -> Iterator[None]:
-    before, pieces.CHUNK = pieces.CHUNK, size
+    before, update.CHUNK = update.CHUNK, size
     try:
         yield
     finally:
-        pieces.CHUNK = before
+        update.CHUNK = before
 
 
 def run_in_chunks() -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import rank_inputs, seeded, whole
-from torch_impl.runtime.ground.late_backward import explain_late_backward
+from torch_impl.runtime.ground.autograd import explain_late_backward
 
 
 @dataclass

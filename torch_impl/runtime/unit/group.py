@@ -122,7 +122,7 @@ class ParameterGroup:
         return self.weights.unit_name
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``late_backward``: the weights that modules compute with, inside DTensors or not."""
+        """See ``explain_late_backward``: the weights that modules compute with, inside DTensors or not."""
         for name, whole in zip(self.names, self.unsharded, strict=True):
             yield from ((name, part) for part in {whole, *plain_parts(whole)})
 

@@ -26,8 +26,9 @@ from bridge.core.formats.dcp.archive import (
     tensor_in,
 )
 from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.core.formats.files.manifest import ManifestFile, rest_checksum
 from bridge.core.formats.reading.regular_files import regular_file
-from bridge.core.formats.reading.source_files import FileArray, FileView
+from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles
 from bridge.core.formats.reading.zip_directory import END, END64, END64_LOCATOR
 from bridge.core.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER, StoredArray
 from bridge.core.formats.tensors.base import CheckpointError
@@ -278,3 +279,30 @@ def looks_like_header(file: FileView | bytes, start: int) -> bool:
     length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
     begin = start + LENGTH_BYTES
     return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == _SAFETENSORS
+
+
+class SavedChunk(NamedTuple):
+    """The archive of one chunk: where it is in the file, and the bytes of its elements."""
+
+    offset: int
+    length: int
+    nbytes: int
+
+
+def data_file_entry(path: Path, chunks: Sequence[SavedChunk]) -> ManifestFile:
+    """The manifest's entry of a data file with archives of these chunks: its size, and the checksum of the other bytes.
+
+    Reads all bytes but elements. CheckpointError if damaged.
+    """
+    size = path.stat().st_size
+    ranges = []
+    archives = Archives()
+    if chunks:
+        files = SourceFiles(path.parent)
+        view = files.view(path.name)
+        for chunk in chunks:
+            stored = archives.find(view, chunk.offset, chunk.length, str(path))
+            start = stored.record.start + stored.first * stored.dtype.itemsize
+            ranges.append((start, start + chunk.nbytes))
+        files.close()
+    return ManifestFile(size, None, rest_checksum(path, ranges))

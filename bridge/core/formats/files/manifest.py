@@ -39,7 +39,7 @@ from bridge.core.formats.files.certificate import Certificate, certificate_from
 from bridge.core.formats.reading.regular_files import once_each, open_regular, small_file
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadPath
 from bridge.core.formats.tensors.arrays import encoded, extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 

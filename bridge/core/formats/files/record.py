@@ -28,8 +28,7 @@ from bridge.core.formats.files.journal import Journal
 from bridge.core.formats.files.manifest import ManifestTensor
 from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.stores.folder import StoredJournal
-from bridge.core.formats.stores.upload import UploadFile
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadFile, UploadPath
 from bridge.core.formats.tensors.arrays import array_checksum, extend, raw_bytes
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, Elements, Fill, TensorInfo
 

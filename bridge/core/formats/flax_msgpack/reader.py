@@ -19,13 +19,12 @@ from typing import Final
 
 import numpy as np
 
-from bridge.core.formats.files.flat import copy_flat
 from bridge.core.formats.flax_msgpack.parser import CHUNKED, MSGPACK_FILES, StoredArray, parse
 from bridge.core.formats.reading.read_memory import BLOCK
 from bridge.core.formats.reading.single_chunk import SingleChunkReader
 from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.reading.weight_index import check_index
-from bridge.core.formats.tensors.arrays import strides_of
+from bridge.core.formats.tensors.arrays import copy_flat, strides_of
 from bridge.core.formats.tensors.base import (
     COPY_AGAIN,
     ORBAX_DTYPES,

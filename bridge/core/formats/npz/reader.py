@@ -29,12 +29,11 @@ import numpy as np
 from isal import isal_zlib
 
 from bridge.core.formats.dcp.archive import Record, verify_record
-from bridge.core.formats.files.flat import copy_flat
 from bridge.core.formats.npz.inflate import Inflated
 from bridge.core.formats.reading.single_chunk import SingleChunkReader
 from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.reading.zip_directory import STORED, Member, data_start, read_directory
-from bridge.core.formats.tensors.arrays import NUMBER, strides_of
+from bridge.core.formats.tensors.arrays import NUMBER, copy_flat, strides_of
 from bridge.core.formats.tensors.base import COPY_AGAIN, DTYPES, Box, CheckpointError, TensorInfo
 from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.wrapping import one_part

@@ -56,7 +56,7 @@ from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain, metadata
 from bridge.core.formats.orbax.zarr.chunks import ChunkStore, array_layout, join_stores, process_store
 from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.stores.folder import StoredJournal
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.core.formats.tensors.boxes import grid_of_chunks
 from bridge.core.long_calls import collection_paused

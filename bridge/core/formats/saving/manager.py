@@ -22,7 +22,7 @@ from typing import Literal, Self, SupportsFloat
 from bridge.core.formats.files.atomic import fsync_directory, is_temporary
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.saving import pending
-from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.pending import SaveExtras
 from bridge.core.formats.saving.steps import (
     METRICS_FILE,
     Retention,

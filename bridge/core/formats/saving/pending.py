@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,20 @@ class _FailsAtExit(io.TextIOBase):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SaveExtras:
+    """``files``: contents of further files of the checkpoint, by name. With several processes, the first one's count.
+
+    ``before``: called before the directory is made, when no save is pending. ``committed``: called when the checkpoint
+    is complete and synced, by the thread that wrote it; it should not raise.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    before: Callable[[], None] = _nothing
+    committed: Callable[[], None] = _nothing

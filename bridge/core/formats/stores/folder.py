@@ -42,8 +42,7 @@ from bridge.core.formats.stores.store import (
     store_errors,
     without_end,
 )
-from bridge.core.formats.stores.upload import Note, UploadFile
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import Note, UploadFile, UploadPath
 from bridge.core.formats.stores.writing_process import ACTIVE, lives, this_process
 from bridge.core.formats.tensors.base import CheckpointError
 

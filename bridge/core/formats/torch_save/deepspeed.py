@@ -28,8 +28,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from bridge.core.formats.files.flat import copy_flat
 from bridge.core.formats.reading.read_memory import array_for
+from bridge.core.formats.tensors.arrays import copy_flat
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, TreePath
 from bridge.core.formats.tensors.boxes import box_of
 from bridge.core.formats.tensors.leaves import flat_name

@@ -29,7 +29,7 @@ from bridge.core.formats.reading.model_files import CONFIG_FILE, is_companion, i
 from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, regular_file, small_file
 from bridge.core.formats.reading.weight_index import INDEX_END
 from bridge.core.formats.stores.listing import StoredReader
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.torch_save.deepspeed import shards_beside

@@ -144,7 +144,7 @@ class Rule:
     """Tensors of several conventions that contain the same elements, by the name of the convention.
 
     part: a part of the model that the rule belongs to; a model has all tensors of a part's rules, or none. With an
-    index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`required_rules.py`). tied_to: a
+    index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`fit/problems.py`). tied_to: a
     path of another rule, whose tensors may be the same as these (`tied.py`). A rule of only one convention gives second
     names to tensors of that rule. moments: by convention, the entries of the optimizer state, if they differ from the
     weights' entries. cases: by convention and numbering, the entries of a convention that counts differently; its side

@@ -14,8 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
-from bridge.core.mapping.fit.problems import NAMES, Problems, misfit
-from bridge.core.mapping.fit.required_rules import idle, num_layers, uneven
+from bridge.core.mapping.fit.problems import NAMES, Problems, idle, misfit, num_layers, uneven
 from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,

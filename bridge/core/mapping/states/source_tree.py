@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from bridge.core.formats.tensors.base import TensorInfo
-from bridge.core.mapping.fit.required_rules import complete, needed
+from bridge.core.mapping.fit.problems import complete, needed
 from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     WEIGHT,

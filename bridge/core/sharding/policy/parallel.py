@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from bridge.core.sharding.policy.patterns import is_pattern, matches, near
 from bridge.core.sharding.policy.policy_error import PolicyError, at, require
@@ -171,3 +171,30 @@ def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
     """The largest dimension that ``shards`` divides, the first of equal ones; None if there is none."""
     able = [i for i, size in enumerate(shape) if size and size % shards == 0]
     return max(able, key=lambda i: shape[i], default=None)
+
+
+FEATURE_STYLES: Final = ("colwise", "rowwise")
+"""Styles that cut features, and imply a computation on parts of the features."""
+_OF_COLWISE: Final = {"linear": 0, "kernel": 1, "embedding": 1}
+
+
+def styled_dimension(style: str, kind: str, ndim: int) -> int | None:
+    """The dimension that a style cuts of a parameter of ``ndim`` dimensions, by its kind; None if it stays whole.
+
+    "colwise" cuts output features, "rowwise" input features, "expert" dimension 0 of every parameter::
+
+        kind                                                 colwise     rowwise
+        linear        of PyTorch: (out, in)                  0           1
+        kernel        of JAX: (in, out), (in, heads, d)      1           0
+                      (heads, d, out)                                    0
+        convolution   of JAX: (..., in, out)                 last        last but one
+        embedding     (tokens, features)                     1           0
+        bias          and every other vector                 0           whole
+    """
+    if style == "expert":
+        return 0
+    if kind == "bias" or ndim < 2:
+        return 0 if style == "colwise" else None
+    if kind == "convolution":
+        return ndim - 1 if style == "colwise" else ndim - 2
+    return _OF_COLWISE[kind] if style == "colwise" else 1 - _OF_COLWISE[kind]

@@ -37,8 +37,7 @@ from bridge.core.formats.orbax.zarr.arrays import (
     store_spec,
 )
 from bridge.core.formats.orbax.zarr.ocdbt import ALIGNMENT, OcdbtWriter
-from bridge.core.formats.stores.upload import UploadFile
-from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.upload import UploadFile, UploadPath
 from bridge.core.formats.tensors.arrays import array_checksum, as_integers, raw_bytes
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, TensorInfo, TreePath
 
