@@ -4,6 +4,10 @@ map  { "params": map { "kernel": ext 1 [ [3, 4], "float32", bin 48 bytes ] }, "s
 ext 1, 3    an array, a scalar of NumPy: msgpack of (shape, dtype, bytes in row-major order)
 ext 2       a complex number: msgpack of (real, imaginary)
 {"__msgpack_chunked_array__": true, "shape": {"0": n, ...}, "chunks": {"0": array, ...}}    above 1 GiB, in parts
+
+EasyLM streams a tree, a pair for each leaf: its keys, and bytes with msgpack as above:
+
+[["params", "kernel"], bin: ext 1 [...]] [["step"], bin: 7] ...
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ _MAX_DEPTH: Final = 64
 _MAX_TEXT: Final = 1 << 24
 CHUNKED: Final = "__msgpack_chunked_array__"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+PAIR: Final = b"\x92"
+"""The first byte of a stream."""
 
 Read = Callable[[int, int], bytes]
 """Reads bytes [start, stop) of the file; fewer at its end."""
@@ -45,7 +51,7 @@ def parse(read: Read, size: int, what: str) -> object:
     CheckpointError, beginning with `what`, for a truncated or malformed file.
     """
     parser = _Parser(read, size, what)
-    tree = parser.value(0)
+    tree = parser.stream() if read(0, 1) == PAIR else parser.value(0)
     if parser.at != size:
         parser.refuse(f"its content ends at byte {parser.at} of {size}")
     return tree
@@ -75,6 +81,30 @@ class _Parser:
 
     def number(self, layout: str) -> int:
         return int(struct.unpack(f">{layout}", self.take(struct.calcsize(layout)))[0])
+
+    def stream(self) -> dict[str, object]:
+        tree: dict[str, object] = {}
+        while self.at < self._stop:
+            keys = self.value(_MAX_DEPTH - 1) if self.take(1) == PAIR else None
+            if not (isinstance(keys, list) and 0 < len(keys) <= _MAX_DEPTH):
+                self.refuse(f"the keys of a leaf in a stream are missing before byte {self.at}")
+            type_name, layout = _SIZED.get(self.take(1)[0], ("", "B"))
+            count = self.number(layout) if type_name == "bytes" else 0
+            if not 0 < count <= self._stop - self.at:
+                self.missing(count or 1, "bytes of a leaf")
+            outer, self._stop = self._stop, self.at + count
+            leaf = self.value(1)
+            if self.at != self._stop:
+                self.refuse(f"a leaf ends at byte {self.at} of {self._stop}")
+            self._stop = outer
+            *above, last = map(str, keys)
+            node: object = tree
+            for key in above:
+                node = node.setdefault(key, {}) if isinstance(node, dict) else None
+            if not isinstance(node, dict) or last in node:
+                self.refuse(f"the leaf {'/'.join(map(str, keys))!r:.200} occurs twice, or in another leaf")
+            node[last] = leaf
+        return tree
 
     def value(self, depth: int) -> object:
         self._left -= 1

@@ -2,7 +2,7 @@
 
 torch      .pt .pth .bin .ckpt, or a zip file with data.pkl
 npz        .npz, or a zip file with .npy files
-msgpack    .msgpack, or a file that begins like a msgpack map, such as flax's `checkpoint_100`
+msgpack    .msgpack, or a file that begins like a msgpack map, such as flax's `checkpoint_100`, or like EasyLM's stream
 
 Files of other programs are named, with what to do.
 """
@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from bridge.core.formats.flax_msgpack.parser import MSGPACK_FILES
+from bridge.core.formats.flax_msgpack.parser import MSGPACK_FILES, PAIR
 from bridge.core.formats.reading.model_files import FileKind
 from bridge.core.formats.reading.source_files import SourceFiles
 from bridge.core.formats.reading.zip_directory import ZIP_MAGIC, read_directory
@@ -52,6 +52,8 @@ _FOREIGN: Final = (
 """A pattern of names, what such a file is, and what to do."""
 _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 """First bytes of a msgpack map with at least one entry; no pickle begins with them."""
+_LISTS: Final = frozenset((*range(0x91, 0xA0), 0xDC, 0xDD))
+"""First bytes of a msgpack list with at least one entry, such as the keys of a stream's leaf."""
 
 
 def directory_format(path: Path) -> str | None:
@@ -74,7 +76,8 @@ def single_file_format(path: Path) -> str | None:
         return None
     finally:
         files.close()
-    return "msgpack" if head[:1] and head[0] in _MAPS else None
+    is_stream = head[:1] == PAIR and len(head) > 1 and head[1] in _LISTS
+    return "msgpack" if is_stream or (head[:1] and head[0] in _MAPS) else None
 
 
 def foreign(names: Iterable[str]) -> str:
