@@ -23,9 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from jax_impl import data_parallel_mesh, fully_shard, main_weight_adamw, make_train_step, unshard
 from jax_impl.models import next_token_loss
-from jax_impl.models.causal_lm import CausalLM
+from jax_impl.models.causal_lm import CausalLM, rotary_frequencies
 from jax_impl.models.causal_lm_config import CausalLMConfig, Rotary
-from jax_impl.models.causal_lm_layers import rotary_frequencies
 from tests.support.bridge.family_models import (
     LLAMA3_ROPE,
     flax_model,

@@ -110,7 +110,7 @@ def _jax(kind: str, sizes: Any, batch: int, length: int, compute: str) -> Segmen
     if kind == "positions":
         places = jax.ShapeDtypeStruct((length,), "int32")
         return trace_in_jax(model.positions, places, compute)
-    layers = part("jax", "models.causal_lm_layers")
+    layers = part("jax", "models.causal_lm")
     causal = isinstance(sizes, models.CausalLMConfig)
     if kind != "head":
         layer = model.layers[0] if kind == "layer" else getattr(model.layers[0], kind)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers.models.llama import modeling_llama
 
+from jax_impl.models.causal_lm import rotary_tables, rotate, softcap
 from jax_impl.models.causal_lm_config import Rotary
-from jax_impl.models.causal_lm_layers import rotary_tables, rotate, softcap
 from tests.support.parity.causal_pairs import HEAD
 
 Change = Callable[[np.ndarray], np.ndarray]
