@@ -50,7 +50,8 @@ POLICIES = {
     "scanned magnitudes": f'[precision]\ngather = "float8_e4m3fn"\n{LAYERS}{ROOT}',
     "styles": f"[mesh]\ndp = 2\ntp = 2\n{LAYERS}recompute = true\n{ROOT}"
     + STYLE.format("attention.wq", "attention.wv", "lm_head", "colwise")
-    + STYLE.format("attention.wo", "mlp.w2", "embed", "rowwise"),
+    + STYLE.format("attention.wo", "mlp.w2", "embed", "rowwise")
+    + '[[parallel]]\nmatch = ["norm.weight", "norm.scale"]\naxis = "tp"\ndimension = 0\n',
 }
 HALF = Fraction(1, 2)
 OPTIMIZERS = (
@@ -92,7 +93,7 @@ def moments(runtime: str, policy: str) -> Iterator[str]:
 def updates(runtime: str, policy: str) -> Iterator[str]:
     """A line for each optimizer: bytes staged and brought together, and of moments on the device and the host."""
     for optimizer in OPTIMIZERS:
-        if optimizer.why_not(runtime) is None and (optimizer.name, policy) != ("adafactor", "scanned"):
+        if optimizer.why_not(runtime, ["layers"] if policy.startswith("scanned") else ()) is None:
             plan = planned(runtime, policy, LARGE, 1, optimizer)
             moved = staged(optimizer, plan.placed(), runtime, 0), brought_together(optimizer, plan.placed())
             yield f"{optimizer}: {moved} {plan.at_rest.moments} {plan.at_rest.host}"
@@ -108,7 +109,7 @@ CASES = {
     f"{lines.__name__} {runtime} {policy}": partial(lines, runtime, policy)
     for lines, policies in (
         (moments, [*POLICIES][:-2]),
-        (updates, ["fsdp", "scanned", "mixture", "narrow"]),
+        (updates, ["fsdp", "scanned", "scanned whole", "mixture", "narrow"]),
         (calls, POLICIES),
     )
     for runtime in MODULES
