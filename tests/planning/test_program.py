@@ -308,6 +308,7 @@ def test_of_a_conditional_the_longer_branch_counts() -> None:
     line = "%r = f32[10]{0} conditional(%i, %a, %a), branch_computations={%short, %long}"
     parsed = read_program(program(line, computations=short + long))
     assert parsed.bytes == 2 * 4 * math.prod((10, 10))
+    assert read_program(program("%r = f32[10]{0} conditional(%i, %a, %a)")).steps == ()
 
 
 def test_what_is_no_scheduled_program_is_refused() -> None:
