@@ -6,10 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bridge.commands import completion
 from bridge.core.mapping.language.rules import family_names, load_mapping
 from tests.support.processes import importing_from
 
@@ -33,6 +37,40 @@ def proposed(line: str, shell: str = "bash", *, cwd: Path = ROOT) -> list[str]:
     )
     assert done.stderr == ""
     return done.stdout.split() if shell == "bash" else [done.stdout]
+
+
+LLAMA, UNKNOWN, NONE = ({"mapping": mapping} for mapping in ("llama", "none.toml", None))
+
+
+@pytest.mark.parametrize(
+    ("proposals", "arguments", "expected"),
+    [
+        (completion.conventions, (LLAMA, "torchtitan_0"), ["torchtitan_0_2"]),
+        (completion.conventions, (NONE, "t5"), ["t5x"]),
+        (completion.conventions, (UNKNOWN, ""), []),
+        (completion.axes, (LLAMA, "query"), ["query_scale="]),
+        (completion.axes, (LLAMA, "v"), ["vocab=", "vd="]),
+        (completion.axes, (NONE, ""), []),
+        (completion.casts, ("*=bf",), ["*=bfloat16"]),
+        (completion.casts, ("model.*=float8_e5m2",), ["model.*=float8_e5m2", "model.*=float8_e5m2fnuz"]),
+        (completion.casts, ("model",), []),
+        (completion.policies, ("zero",), ["zero1", "zero2"]),
+        (completion.relays, ("q",), ["quick"]),
+        (completion.models, ("llama3-7",), ["llama3-70b"]),
+        (completion.models, ("dec",), ["decoder:default"]),
+        (completion.optimizers, ("ada",), ["adamw", "adafactor"]),
+    ],
+)
+def test_proposals_begin_with_what_is_typed(
+    proposals: Callable[..., list[tuple[str, str]]], arguments: tuple[Any, ...], expected: list[str]
+) -> None:
+    words = [SimpleNamespace(params=word) if isinstance(word, dict) else word for word in arguments]
+    assert proposals(*words) == [(name, "") for name in expected]
+
+
+def test_families_are_proposed_with_their_models_and_casts_of_all_names_first() -> None:
+    assert completion.families("lla") == [("llama", ", ".join(load_mapping("llama").models)[:60])]
+    assert {name[:2] for name, _ in completion.casts("")} == {"*="}
 
 
 @pytest.mark.slow

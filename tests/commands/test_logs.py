@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.commands.logs import hide_logs_of_stores
 from tests.support.buckets import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,11 @@ def test_only_what_other_libraries_log_is_shown() -> None:
 def test_what_the_user_configures_stays() -> None:
     shown = stderr_of(f"{SPEAKING}\nlogging.basicConfig()\ncommand.main()")
     assert shown.count("said by") == shown.count("Traceback") == 4
+
+
+def test_a_program_without_a_handler_of_last_resort_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "lastResort", None)
+    hide_logs_of_stores()
 
 
 @pytest.mark.slow

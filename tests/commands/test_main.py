@@ -146,6 +146,8 @@ def test_an_error_is_one_message_on_stderr_with_status_2(
             ("convert", "a", "b", "--mapping", "decoder", "--axis", "d"),
             "expected --axis NAME=SIZE such as d=64, got 'd'",
         ),
+        (("convert", "a", "b", "--mapping", "decoder", "--axis", "d=x"), "such as d=64, got 'd=x'"),
+        (("convert", "a", "b", "--mapping", "decoder", "--axis", "=4"), "such as d=64, got '=4'"),
         (("convert", "a", "b", "--axis", "d=4"), "--axis needs --mapping"),
         (("diff", "a", "b", "--max-ulp", "-1"), "Invalid value for '--max-ulp'"),
         (("fly",), "No such command 'fly'"),

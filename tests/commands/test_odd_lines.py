@@ -122,6 +122,7 @@ def test_a_wrong_line_says_what_to_do(run: Run, line: str, message: str) -> None
     status, out, err = run(*("" if word == "|" else word for word in line.split(" ")))
     assert (status, out) == (2, "")
     assert message in " ".join(err.split())
+    assert err.count("To name the file or directory") == line.startswith("convert -dash")
     assert not Path("x").exists()
     assert not Path("nope").exists()
 

@@ -61,6 +61,10 @@ def test_the_slowest_pair_of_a_permutation_counts() -> None:
     assert seconds_on_links(Transfer("ppermute", GB, pairs), machine) == pytest.approx(1 / 50)
 
 
+def test_a_transfer_without_groups_takes_no_time() -> None:
+    assert seconds_on_links(Transfer("psum", GB), machine_named("h100:8")) == 0
+
+
 def test_a_program_of_more_devices_is_refused() -> None:
     with pytest.raises(
         ValueError, match="program for 8 devices, as the machine has, got a psum with device 15"

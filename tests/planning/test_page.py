@@ -200,6 +200,11 @@ def test_a_page_of_targets_says_what_the_command_says(tmp_path: Path) -> None:
     assert {"1.9 kB", "850 B", "failed"} <= set(reader.cells)
 
 
+def test_an_answer_without_a_time_ends_with_its_peak() -> None:
+    page = targets_page("m", "", TargetPlan((row_of("a", "h100:8", 700),)), ROOFLINE)
+    assert "h100:8: a (shard_map) is the cheapest that fits, 700 B at the peak." in page
+
+
 def test_bars_next_to_each_other_differ_in_more_than_colour() -> None:
     for axes in chart(comparison()).axes:
         assert len({bars[0].get_hatch() for bars in axes.containers}) == len(axes.containers)

@@ -93,3 +93,63 @@ def test_convolutions_against_a_count_of_all_places() -> None:
             )
         )
         assert parsed.flops.total() == 2 * met
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "result"),
+    [
+        ("convForward", ("2,6,5", "3,5,7"), "2,6,7"),
+        ("convBackwardInput", ("2,6,7", "3,5,7"), "2,6,5"),
+        ("convBackwardFilter", ("2,6,5", "2,6,7"), "3,5,7"),
+    ],
+)
+def test_convolutions_by_cudnn_and_their_gradients_count_alike(
+    target: str, operands: tuple[str, str], result: str
+) -> None:
+    step = work(
+        *(
+            f"%{name} = f16[{shape}]{{2,1,0}} parameter(0)"
+            for name, shape in zip("xy", operands, strict=True)
+        ),
+        f"%c = (f16[{result}]{{2,1,0}}, u8[9]{{0}}) custom-call(%x, %y), window={{size=3 pad=1_1}}, "
+        f'dim_labels=b0f_0io->b0f, custom_call_target="__cudnn${target}"',
+    )
+    assert step.flops == {"bf16": 2 * 2 * 7 * 5 * 16}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "speed"),
+    [
+        ("bf16", "f32", "f32"),
+        ("f8e4m3fn", "f8e5m2", "f8"),
+        ("s8", "u8", "s8"),
+        ("u8", "u8", "s8"),
+        ("f64", "f64", "f64"),
+    ],
+)
+def test_the_wider_factor_decides_the_speed(left: str, right: str, speed: str) -> None:
+    for first, second in ((left, right), (right, left)):
+        factors = (f"%a = {first}[8,4]{{1,0}} parameter(0)", f"%b = {second}[4,2]{{1,0}} parameter(1)")
+        dot = "%p = f32[8,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        assert work(*factors, dot).flops == {speed: 2 * 8 * 2 * 4}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dot(%x, %y)", "product c: expected its contracting dimensions, got none"),
+        ("convolution(%x, %y), window={size=1}", "convolution c: expected dim_labels, got none"),
+        (
+            'custom-call(%x, %y), custom_call_target="__cudnn$fmha"',
+            "attention c: expected the shape of its scores",
+        ),
+    ],
+)
+def test_a_product_without_its_dimensions_is_refused(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        work(*BATCH, f"%c = f32[4,16,64]{{2,1,0}} {line}")
+
+
+def test_what_multiplies_nothing_has_no_operations() -> None:
+    for line in ('custom-call(%x), custom_call_target="__cudnn$norm"', "custom-call(%x)", "negate(%x)"):
+        assert work(*BATCH, f"%c = f32[4,16,32]{{2,1,0}} {line}").flops == {}

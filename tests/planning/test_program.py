@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bridge.compiling.timing.program import Done, Loop, Start, Work, read_program
+from bridge.compiling.timing.program import Done, Loop, Program, Start, Work, read_program
 from bridge.core.hlo.collectives import COPY, Transfer
 from tests.planning.programs import (
     FACTORS,
@@ -54,6 +54,85 @@ def test_a_fusion_reads_the_layer_of_a_stack_that_it_uses_and_writes_it_in_place
         computations=inner,
     )
     assert step.bytes == 2 * 400 + 4
+
+
+WHOLE, PART = "f32[100,10]{1,0}", "f32[5,10]{1,0}"
+OPERANDS = (f"%x = {WHOLE} parameter(0)", f"%u = {PART} parameter(1)", "%i = s32[] parameter(2)")
+SLICE = f"= {PART} slice(%x), slice={{[0:5], [0:10]}}"
+UPDATE = f"%d = {WHOLE} dynamic-update-slice(%x, %u, %i, %i)"
+
+
+@pytest.mark.parametrize(
+    ("line", "elements"),
+    [
+        (f"%s {SLICE}", 50 + 50),
+        (f"%s = {PART} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={{5,10}}", 50 + 50),
+        ("%g = f32[3,10]{1,0} gather(%x, %i), slice_sizes={1,10}", 30 + 30),
+        (UPDATE, 50 + 50),
+        ("%c = f32[105,10]{1,0} concatenate(%x, %u), dimensions={0}", 1000 + 50 + 1050),
+        (f'%k = ({PART}, u8[99]{{0}}) custom-call(%x, %i), custom_call_target="__cuother"', 1000 + 1 + 50),
+        (f'%k = {PART} custom-call(%x, %i), custom_call_target="__cuother"', 1000 + 1 + 50),
+        (f'%k = ({PART}, f32[9]{{0}}) custom-call(%u), custom_call_target="other"', 50 + 50 + 9),
+    ],
+)
+def test_an_operation_reads_and_writes_the_parts_that_it_uses(line: str, elements: int) -> None:
+    assert work(*OPERANDS, line).bytes == 4 * elements
+
+
+@pytest.mark.parametrize(
+    ("result", "lines", "elements"),
+    [
+        # A parameter that is passed on is neither read nor written.
+        (
+            f"({WHOLE}, {PART})",
+            [f"%n = {WHOLE} negate(%x)", f"ROOT %t = ({WHOLE}, {PART}) tuple(%n, %u)"],
+            2000,
+        ),
+        (f"({PART}, {PART})", [f"%n {SLICE}", f"ROOT %t = ({PART}, {PART}) tuple(%n, %n)"], 50 + 100),
+        # An update in place, also behind a bitcast.
+        (WHOLE, [UPDATE, f"ROOT %n = {WHOLE} bitcast(%d)"], 50 + 50 + 1),
+        (
+            f"({WHOLE}, {PART})",
+            [UPDATE, f"%s {SLICE}", f"ROOT %t = ({WHOLE}, {PART}) tuple(%d, %s)"],
+            100 + 1 + 100,
+        ),
+        # What is no result of one size needs all of its operands, and no more than all.
+        (
+            "f32[10]{0}",
+            ["%z = f32[] constant(0)", "ROOT %r = f32[10]{0} reduce(%x, %z), dimensions={0}"],
+            1010,
+        ),
+        ("f32[9,5,10]{2,1,0}", ["ROOT %r = f32[9,5,10]{2,1,0} broadcast(%u), dimensions={1,2}"], 50 + 450),
+        (
+            WHOLE,
+            [f"%s {SLICE}", f"%n = {WHOLE} negate(%x)", f"ROOT %r = {WHOLE} pad(%s, %n), padding=0_95x0_0"],
+            1000 + 1000,
+        ),
+        ("f32[1000]{0}", [f"%n = {WHOLE} negate(%x)", "ROOT %r = f32[1000]{0} reshape(%n)"], 1000 + 1000),
+        # A gather by indices that are an operand reads them whole.
+        (PART, [f"ROOT %g = {PART} gather(%u, %x), slice_sizes={{1,10}}"], 50 + 1000 + 50),
+    ],
+)
+def test_a_fusion_reads_and_writes_the_parts_that_it_uses(
+    result: str, lines: list[str], elements: int
+) -> None:
+    inner = computation("inner", *OPERANDS, *lines)
+    step = work(*OPERANDS, f"%f = {result} fusion(%x, %u, %i), kind=kLoop, calls=%inner", computations=inner)
+    assert step.bytes == 4 * elements
+
+
+def test_a_fusion_without_its_computation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^fusion f: expected its computation in the text, got none$"):
+        work(*OPERANDS, f"%f = {WHOLE} fusion(%x), kind=kLoop, calls=%inner")
+
+
+def test_transfers_and_copies_of_loops_count_in_each_turn() -> None:
+    copy, gather = Start("c", Transfer(COPY, 7)), Start("g", Transfer("all_gather", 100))
+    parsed = Program(
+        (Loop(3, (copy, Done("c"), Loop(2, (gather, Done("g"))))), Work("w", {"bf16": 5}, 11), copy)
+    )
+    assert parsed.transfers == [(copy.transfer, 3), (gather.transfer, 6), (copy.transfer, 1)]
+    assert (parsed.bytes, parsed.flops) == (4 * 7 + 11, {"bf16": 5})
 
 
 def test_a_part_of_what_is_elementwise_needs_a_part_of_the_operands() -> None:
@@ -229,6 +308,7 @@ def test_of_a_conditional_the_longer_branch_counts() -> None:
     line = "%r = f32[10]{0} conditional(%i, %a, %a), branch_computations={%short, %long}"
     parsed = read_program(program(line, computations=short + long))
     assert parsed.bytes == 2 * 4 * math.prod((10, 10))
+    assert read_program(program("%r = f32[10]{0} conditional(%i, %a, %a)")).steps == ()
 
 
 def test_what_is_no_scheduled_program_is_refused() -> None:

@@ -309,6 +309,12 @@ def test_the_file_is_the_policy_that_was_found(tmp_path: Any) -> None:
     assert document["nearest"]["peak"] > 10**9
 
 
+def test_another_inner_axis_keeps_the_number_of_devices() -> None:
+    for outer, meshes in (("4", {(4, 2), (2, 4)}), ('"all"', {("all", 2), ("all", 4)})):
+        policy = parse_policy(text(f"out = {outer}\ndp = 2", "float32", "hfsdp", False), "mine.toml")
+        assert {tuple(variant.policy.mesh.values()) for variant in variants(policy, MODEL, 8)} == meshes
+
+
 def test_model_axes_stay_as_they_are() -> None:
     model = shipped_model("llama3-8b")
     for policy, meshes in (

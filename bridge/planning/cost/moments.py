@@ -261,9 +261,8 @@ def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int
         scales = math.prod(shape[:-1]) // (1 if along in (None, len(shape) - 1) else shards)
         dtypes = _dtypes(optimizer, shape, "jax")
         return sum(moment_bytes(dtype, group.shape.dtypes.main, shape, cut, scales) for dtype in dtypes)
-    *_, second, largest = (0, 0, *sorted(shape))
-    if len(shape) > 1 and second >= _FACTORED_FROM:
-        return (numel // largest + numel // second + 1) * main
+    if len(shape) > 1 and (second := sorted(shape)[-2]) >= _FACTORED_FROM:
+        return (numel // max(shape) + numel // second + 1) * main
     return (cut + 2) * main
 
 

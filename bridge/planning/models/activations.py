@@ -48,7 +48,7 @@ class SegmentBytes:
 
     @staticmethod
     def of_residuals(
-        saved: int, input_bytes: int, largest: int, fixed: int = 0, fixed_saved: int = 0
+        saved: int, input_bytes: int, largest: int, fixed: int, fixed_saved: int
     ) -> SegmentBytes:
         """A segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``input_bytes`` bytes.
 
