@@ -246,3 +246,20 @@ def test_repeats_are_none_or_enough_to_show_a_spread() -> None:
     for wrong in (1, -1, 2.0, True):
         with pytest.raises(ConfigError, match="repeats: expected"):
             RelayConfig.of({**quick(), "repeats": wrong})
+
+
+@pytest.mark.parametrize(
+    ("precision", "leg", "words"),
+    [
+        ("", {}, ()),
+        ('main = "bfloat16"', {}, ("bfloat16",)),
+        ('main = "float32"\ncompute = "bfloat16"\ngather = "bfloat16"', {}, ("bfloat16",)),
+        ('gather = "mxfp8"', {"moments": "e4m3fn"}, ("mxfp8 weights", "float8_e4m3fn moments")),
+    ],
+)
+def test_a_leg_names_what_is_coarser_than_float32(
+    tmp_path: Path, precision: str, leg: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine.toml").write_text(f'[precision]\n{precision}\n[[unit]]\nmatch = ""\n')
+    table = with_leg(policy="mine.toml", **leg)
+    assert RelayConfig.of(table, tmp_path).legs[1].precision_words == words
