@@ -243,9 +243,20 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
 
 def test_repeats_are_none_or_enough_to_show_a_spread() -> None:
     assert (RelayConfig.load("default").repeats, RelayConfig.load("quick").repeats) == (0, 3)
-    for wrong in (1, -1, 2.0, True):
-        with pytest.raises(ConfigError, match="repeats: expected"):
+    for wrong, expected in (
+        (1, "0, or at least 2, as one shows no spread"),
+        *((wrong, "a whole number >= 0") for wrong in (-1, 2.0, True)),
+    ):
+        with pytest.raises(ConfigError) as caught:
             RelayConfig.of({**quick(), "repeats": wrong})
+        assert str(caught.value) == f"repeats: expected {expected}, got {wrong!r}"
+
+
+def test_a_seed_is_any_number_that_a_checkpoint_holds() -> None:
+    table = quick()
+    for seed in (0, 2**63 - 1):
+        table["data"]["seed"] = seed
+        assert RelayConfig.of(table).data.seed == seed
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,17 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 def test_the_curves_of_a_report_are_those_of_its_own_sides(tmp_path: Path) -> None:
     left, right = experiment(tmp_path, "a", 3, 1), experiment(tmp_path, "b", 3, 2, 2.0)
-    curves = compare_runs(left, right).curves
+    report = compare_runs(left, right)
+    curves = report.curves
     # Smoothing changes the ends of a falling curve.
     inside = slice(STEPS // 4, -STEPS // 4)
     assert curves.mean_a[inside] == pytest.approx(BASE[inside], rel=0.01)
     assert curves.mean_b[inside] == pytest.approx(2 * BASE[inside], rel=0.01)
     assert (curves.half > 0).all()
-    assert np.median(curves.half / curves.mean_a) < 0.02
+    assert report.noise is not None
+    assert np.median(curves.half / curves.mean_a) == report.noise.band < 0.02
+    # Three runs on each side.
+    assert curves.half == pytest.approx(report.noise.critical * np.sqrt(2 / 3) * curves.spread)
 
 
 def in_memory(a: list[float], b: list[float], **options: float) -> CurvesReport:

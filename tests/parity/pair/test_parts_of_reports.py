@@ -10,14 +10,17 @@ import pytest
 
 from bridge.parity.causes.causes import _offset, statistics_cause
 from bridge.parity.curves.verdict import growth
+from bridge.parity.partners.rows import BUFFER, Stage
 from bridge.parity.report_page.depth import Axis, worst
 from bridge.parity.report_page.html import histogram
-from bridge.parity.report_page.markup import alone, number, shade, times
+from bridge.parity.report_page.markup import alone, facts_of, number, shade, times
+from bridge.parity.report_page.report import ParityReport
 from bridge.parity.report_page.tree import tree_of
 from bridge.parity.stages.rerun_module import rounding
 from tests.parity.pair.reports import llama, row
 
 RNG = np.random.default_rng(0)
+NOTHING = ParityReport((), "float32", (None, None, None, None))
 
 
 def test_an_exponential_growth_has_its_rate_and_is_explained_by_it() -> None:
@@ -89,6 +92,10 @@ def test_numbers_of_a_page() -> None:
     assert [number(value) for value in (0.0, 1.0, 2.34e-7, math.nan)] == ["0", "1.0e+00", "2.3e-07", "nan"]
     assert [times(value) for value in (0.0, 12.345, 9999.0, 1e4)] == ["0", "12.3", "1e+04", "1.0e+04"]
     assert [alone(row("forward", "a", local=local)) for local in (math.nan, 77.0)] == ["", "77"]
+    shown = ["stage", "torch", "JAX", "shape", "error", "floor", "ratio", "max ULP", "cosine", "largest at"]
+    assert [label for label, _ in facts_of(row("forward", "a"), None)] == shown
+    # Below a heading with the module's name.
+    assert [label for label, _ in facts_of(row("forward", "a", kind="Linear"), "a")] == [shown[0], *shown[2:]]
 
 
 def test_shades_begin_at_one_at_the_factor_and_at_a_thousand() -> None:
@@ -150,3 +157,67 @@ def test_a_tree_counts_what_is_beyond_rounding_in_each_module() -> None:
     norm = layers.children["2"].children["norm"]
     assert [words for _, words in norm.chips()] == ["forward", "backward", "worst of gradients"]
     assert (norm.style, tree_of(llama(1)).style) == ("plain", "quiet")
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "said"),
+    [
+        ("weights", "", "The weights differ: a.b"),
+        ("weights", BUFFER, "The buffers differ: a.b"),
+        ("forward", "Linear", "The models first diverge in a.b (Linear), in forward"),
+        ("backward", "Linear", "The models first diverge in a.b (Linear), in backward"),
+        ("precision", "Linear", "The models diverge in a.b (Linear), in the precision of float32"),
+        ("buffers", BUFFER, "The buffers after the forward differ: a.b"),
+        ("loss", "", "The models' outputs are the same, the losses differ"),
+        ("gradients", "", "The gradients differ: a.b"),
+        ("update", "", "The optimizers' first update differs: a.b"),
+        ("update", BUFFER, "The buffers after the first training step differ: a.b"),
+        ("steps", "", "The trainings differ: a.b"),
+        ("steps", BUFFER, "The buffers differ in training: a.b, at last"),
+    ],
+)
+def test_a_summary_names_the_first_difference_by_its_stage(stage: Stage, kind: str, said: str) -> None:
+    first = row(stage, "a.b", 0.1, kind=kind, note="at last", cause="of itself")
+    report = dataclasses.replace(NOTHING, rows=(first,))
+    assert report.summary() == f"{said}, {first.ratio:.3g} times what rounding explains: of itself."
+
+
+def test_a_summary_in_full() -> None:
+    assert llama(1).summary() == (
+        "The two models are the same: 1 weights, 10 forward, 10 backward, 1 gradients compared, no difference above 4 "
+        "times what rounding to float32 explains (the largest is 0.1 times)."
+    )
+    left_out = {
+        "torch_buffers": ("t",),
+        "jax_buffers": ("j",),
+        "dropped_buffers": ("d", "e"),
+        "left_out": ("l",),
+    }
+    assert dataclasses.replace(llama(3, (0, 2)), **left_out).summary() == (
+        "The models first diverge in model.layers.0.attn.q (Linear), in forward, 2e+04 times what rounding explains. "
+        "Further places: 1. Neither copied nor compared: torch buffers without a partner: t; JAX buffers without a "
+        "partner: j; buffers that the mapping drops: d, e; l."
+    )
+
+
+def test_remarks_name_what_was_not_compared_and_which_layouts_are_doubtful() -> None:
+    rows = (
+        row("forward", "a", note="layout not certain: b"),
+        row("forward", "", note="values alone chose c"),
+        row("forward", "d", note="made up for in e"),
+        row("forward", "f", verdict="unknown", note="not compared: g"),
+    )
+    report = dataclasses.replace(llama(1), rows=rows, notes=("of samples",), order="no other order")
+    assert list(report.remarks()) == [
+        "of samples",
+        "torch modules without a partner: model.rotary",
+        "JAX modules without a partner: rope",
+        "torch parameters without a partner: lm_head.weight",
+        "JAX parameters without a partner: step",
+        "no other order",
+        "a: layout not certain: b",
+        "(model): values alone chose c",
+        "f: not compared: g",
+        "self-test: this batch shows 1 of 1 planted faults",
+    ]
+    assert list(dataclasses.replace(NOTHING, rows=rows[2:3]).remarks()) == []
