@@ -19,18 +19,21 @@ from safetensors import safe_open
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.convert.plan import ConvertOptions
+from bridge.checkpoints.ground.outputs import Output
 from bridge.checkpoints.ground.selection import Selection
 from bridge.checkpoints.jobs import array_jobs as parts_module
 from bridge.checkpoints.jobs import pieces
 from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
-from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
-from bridge.checkpoints.jobs.stage import stages_at
+from bridge.checkpoints.jobs.pieces import ConversionPiece, PartPlan, estimate_parts, make_part_plan
+from bridge.checkpoints.jobs.stage import Stage, stages_at
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files import journal
 from bridge.core.formats.orbax.zarr import chunks
 from bridge.core.formats.tensors.base import Box, CheckpointError
 from bridge.core.formats.whole.replaceable import require_replaceable
+from bridge.core.mapping.language.relation import identity
+from bridge.core.mapping.plan.plan import PlannedTensor
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of, stock_load_all
 from tests.support.bridge.decoder_trees import dcp_arrays
@@ -182,6 +185,39 @@ def test_the_plan_is_a_list_of_pieces_that_covers_everything_once(source: Path) 
         assert len(parted) > len(set(parted)) + 5, "no tensor is in two parts"
         with pytest.raises(CheckpointError, match="expected 1 to 100000 parts, got 0"):
             make_part_plan("orbax", conversion.outputs, 0)
+
+
+def test_what_a_part_costs_follows_from_its_pieces() -> None:
+    outputs = {}
+    for name, dtype in (("same", "float32"), ("cast", "float16"), ("known", "float32")):
+        content = np.zeros(250) if name == "known" else identity(name, (1000,), np.dtype(np.float32))
+        outputs[name] = Output(PlannedTensor(name, (name,), content), np.dtype(dtype))
+    same, cast, known = (
+        ConversionPiece(*piece)
+        for piece in (("same", 0, 1, 4000), ("cast", 0, 1, 2000), ("known", 0, 1, 1000))
+    )
+    plan = PartPlan(((same, cast), (known,), (same,), ()))
+    mixed, made, plain, empty = estimate_parts(plan, outputs, workers=2, bandwidth=2.0)
+    assert vars(mixed) == pytest.approx(
+        {
+            **{"part": 1, "pieces": 2, "bytes": 6000, "read_bytes": 8000, "rearranged_bytes": 2000},
+            **{"memory": 2 * (64 << 20), "cache": 4000, "cpu_seconds": 5.1e-6, "transfer_seconds": 4e-6},
+            **{"seconds": 5.1e-6, "rate": 14000 / 5.1e-6, "limit": "cores"},
+        }
+    )
+    assert (made.part, made.read_bytes, made.rearranged_bytes, made.limit) == (2, 0, 1000, "cores")
+    assert (plain.rearranged_bytes, plain.cache, plain.cpu_seconds) == (0, 0, pytest.approx(1.6e-6))
+    assert (plain.transfer_seconds, plain.seconds, plain.limit) == (2e-6, 2e-6, "storage")
+    assert (empty.seconds, empty.rate, empty.limit) == (0.0, 0.0, "nothing to do")
+    with pytest.raises(ValueError, match="expected a bandwidth above 0 GB/s, got 0"):
+        estimate_parts(plan, outputs, workers=2, bandwidth=0)
+
+
+def test_the_names_of_a_stage_do_not_depend_on_the_order_of_its_key() -> None:
+    key = {"source": "/a", "plan": "0123", "parts": "3"}
+    for entries in (key, dict(reversed(key.items()))):
+        stage = Stage(Path("/data/b"), entries)
+        assert (str(stage.path), stage.conversion) == ("/data/b.tmp-561b2322", "20f7c0759f09cb0c")
 
 
 def test_a_commit_says_which_parts_are_missing_and_what_differs(source: Path, tmp_path: Path) -> None:

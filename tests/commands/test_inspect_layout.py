@@ -477,8 +477,7 @@ def test_chunks_that_differ_in_columns_leave_each_other_room() -> None:
     assert drawn == [[(0.0, 0.5)], [(0.5, 1.0)], [(0.0, 0.5)]]
 
 
-@pytest.mark.slow
-def test_many_chunks_and_tensors_are_elided(tmp_path: Path) -> None:
+def test_many_chunks_and_tensors_are_elided() -> None:
     info = tensor((2, 40), *(((0, k), (2, 1)) for k in range(40)))
     lines = chunk_lines([info])
     assert lines[17] == "  ... and 24 more ranges of columns"
@@ -490,9 +489,40 @@ def test_many_chunks_and_tensors_are_elided(tmp_path: Path) -> None:
         "  |a|",
         "  a[]",
     ]
-    figure = chunks_figure([info] * 41)
-    assert len(figure.axes[0].get_yticklabels()) == 40 * 17
-    assert "1 more tensors" in figure.axes[0].get_title()
+
+
+def test_the_rows_of_a_chunk_picture_are_named() -> None:
+    named = [dataclasses.replace(tensor((2, 1), ((0, 0), (2, 1))), name="n" * length) for length in (60, 61)]
+    wide = tensor((2, 18), *(((0, k), (2, 1)) for k in range(18)))
+    axis = chunks_figure([*named, wide]).axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        *("n" * 60, "..." + "n" * 60),
+        *(f"w [..., {k}:{k + 1}]" for k in range(16)),
+        "and 2 more",
+    ]
+    assert axis.get_title() == "rows of each tensor by the number of the chunk that stores them"
+    assert chunks_figure([tensor((0, 3))] * 41).axes[0].get_title().endswith("them; 1 more tensors")
+
+
+def test_the_axis_of_a_layout_picture_names_its_buffers_and_the_padding() -> None:
+    axis = layout_figure(Layout.from_json(json.dumps(LAYOUT))).axes[0]
+    assert [label.get_text() for label in axis.get_xticklabels()] == [
+        "buffer 0\n27 elements",
+        "buffer 1\n24 elements",
+    ]
+    assert axis.get_xticks().tolist() == pytest.approx([27 / 51 / 2, 0.02 + (27 + 24 / 2) / 51])
+    assert axis.get_title() == "4 shards, 198 elements, 3.03 % padding"
+    slots = [
+        {**SLOTS[0], "buffer": k, "name": f"t{k}", "offset": 0, "shape": [size]}
+        for k, size in enumerate((54, 6, 4))
+    ]
+    narrow = Layout.from_json(changed(num_shards=2, shard_sizes=[27, 3, 2], slots=slots))
+    # Labels of narrow buffers stand by turns on two levels.
+    assert [label.get_text() for label in layout_figure(narrow).axes[0].get_xticklabels()] == [
+        "buffer 0\n27 elements",
+        "\n\nbuffer 1\n3 elements",
+        "buffer 2\n2 elements",
+    ]
 
 
 def test_the_chunk_picture_has_the_runs_of_every_bar() -> None:

@@ -106,6 +106,8 @@ def test_the_first_step_that_departs_is_found_with_the_farthest_first() -> None:
     reference = [norms(a=1.0, b=1.0)] * 3
     allowed = [{"weights": 1e-3, "first moments": 1e-2, "second moments": 1e-2}] * 3
     assert first_departure([norms(a=1.0005, b=1.0)] * 3, reference, allowed) is None
+    half = [dict.fromkeys(KINDS, 0.5)] * 3
+    assert first_departure([norms(a=1.5, b=1.0)] * 3, reference, half) is None
     departure = first_departure(
         [norms(a=1.0, b=1.0), norms(a=1.002, b=1.03), norms(a=9.0, b=9.0)], reference, allowed
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +27,7 @@ from bridge.core.formats import open_checkpoint
 from bridge.relay import relay
 from bridge.relay.config import ConfigError, Leg, ModelConfig, RelayConfig
 from bridge.relay.job import Job
-from bridge.relay.launch import LegError, rehearse, run_leg
+from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg
 from bridge.relay.relay import RelayError
 from jax_impl import data_parallel_mesh, plan_sharding
 from jax_impl.models import decoder as jax_decoder
@@ -369,6 +371,29 @@ def test_only_errors_that_explain_themselves_are_laid_on_the_policy(
     with pytest.raises(error_type, match=f"^{said}"):
         relay.run(RelayConfig.load("quick"), tmp_path / "run", Console())
     assert not (tmp_path / "run").exists()
+
+
+def test_where_nobody_looks_each_begin_and_end_is_a_plain_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(references: Sequence[Reference], follow: Callable[[Reference], OnStep]) -> Iterator[float]:
+        follow(references[0])(0, 5.5)
+        yield 1.25
+        follow(references[1])
+        raise LegError("stopped")
+
+    monkeypatch.setattr(relay, "rehearse", lambda jobs: [None] * len(jobs))
+    monkeypatch.setattr(relay, "run_references", stop)
+    # Colours would show in a log.
+    told = Console(file=io.StringIO(), color_system="standard", force_terminal=False, width=200)
+    with pytest.raises(RelayError, match=r"^reference float32 failed: stopped"):
+        relay.run(RelayConfig.load("quick"), tmp_path / "run", told)
+    lines = told.file.getvalue().splitlines()
+    assert re.fullmatch(r"rehearsal of the legs: \d+\.\d s", lines.pop(1))
+    assert lines == [
+        "rehearsal of the legs ...",
+        *("initial checkpoint ...", "initial checkpoint: 1.2 s", "reference float32 ..."),
+    ]
 
 
 def share_of_bfloat16_gradients(before: Path, after: Path) -> float:

@@ -243,6 +243,34 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
 
 def test_repeats_are_none_or_enough_to_show_a_spread() -> None:
     assert (RelayConfig.load("default").repeats, RelayConfig.load("quick").repeats) == (0, 3)
-    for wrong in (1, -1, 2.0, True):
-        with pytest.raises(ConfigError, match="repeats: expected"):
+    for wrong, expected in (
+        (1, "0, or at least 2, as one shows no spread"),
+        *((wrong, "a whole number >= 0") for wrong in (-1, 2.0, True)),
+    ):
+        with pytest.raises(ConfigError) as caught:
             RelayConfig.of({**quick(), "repeats": wrong})
+        assert str(caught.value) == f"repeats: expected {expected}, got {wrong!r}"
+
+
+def test_a_seed_is_any_number_that_a_checkpoint_holds() -> None:
+    table = quick()
+    for seed in (0, 2**63 - 1):
+        table["data"]["seed"] = seed
+        assert RelayConfig.of(table).data.seed == seed
+
+
+@pytest.mark.parametrize(
+    ("precision", "leg", "words"),
+    [
+        ("", {}, ()),
+        ('main = "bfloat16"', {}, ("bfloat16",)),
+        ('main = "float32"\ncompute = "bfloat16"\ngather = "bfloat16"', {}, ("bfloat16",)),
+        ('gather = "mxfp8"', {"moments": "e4m3fn"}, ("mxfp8 weights", "float8_e4m3fn moments")),
+    ],
+)
+def test_a_leg_names_what_is_coarser_than_float32(
+    tmp_path: Path, precision: str, leg: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine.toml").write_text(f'[precision]\n{precision}\n[[unit]]\nmatch = ""\n')
+    table = with_leg(policy="mine.toml", **leg)
+    assert RelayConfig.of(table, tmp_path).legs[1].precision_words == words

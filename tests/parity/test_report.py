@@ -155,9 +155,19 @@ def test_json_table_and_picture_show_what_was_measured(tmp_path: Path) -> None:
     heading, *rows = measured.table()
     assert [row[0] for row in rows] == [leg.title for leg in measured.legs]
     assert [row[heading.index("hop ULP")] for row in rows] == ["-", "0", "0", "0"]
-    assert rows[1][heading.index("steps")] == "2-3"
-    assert rows[1][heading.index("vs fp32")] == "1.0e-07"
-    assert "over 31 tensors" in measured.summary()
+    assert dict(zip(heading, rows[1], strict=True)) == {
+        **{"leg": "jax x4 zero1", "steps": "2-3", "first loss": "4.80000", "last loss": "4.70000"},
+        **{"vs fp32": "1.0e-07", "vs fp64": "3.0e-07", "curve": "same", "hop ULP": "0"},
+        **{"MB": "2.0", "hop s": "0.5", "leg s": "3.0"},
+    }
+    assert measured.summary().splitlines() == [
+        "vs fp32, vs fp64: largest relative loss difference from the run that never hopped. curve: are the leg's "
+        "losses the same experiment as the fp32 run's? hop ULP: largest distance of the converted state over 31 "
+        "tensors. MB: the leg's checkpoint.",
+        "Distance to float64: relay 3.0e-07, fp32 reference 2.0e-07, ratio 1.50.",
+        "Losses of relay and fp32 reference: same experiment; tolerance 1e-05, as no run was repeated.",
+    ]
+    assert repr(measured) == "<RelayReport: good, 4 legs, 8 steps>"
 
     figure = relay_figure(measured)
     drawn = [y for line in figure.axes[0].lines for y in line.get_ydata() if len(line.get_ydata()) == 2]

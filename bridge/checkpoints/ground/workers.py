@@ -47,16 +47,12 @@ def ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: 
         return
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) == workers:
-                    yield waiting.popleft().result()
-            while waiting:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) == workers:
                 yield waiting.popleft().result()
-        finally:
-            # After an error, or when the caller stops iterating: items that have not started are cancelled.
-            pool.shutdown(cancel_futures=True)
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def batches(items: Iterable[tuple[int, Item]]) -> Iterator[list[Item]]:

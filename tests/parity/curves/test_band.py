@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
 from bridge.parity.curves.band import (
+    Band,
+    Noise,
     _labelings,
     default_window,
     seed_band,
@@ -156,3 +161,58 @@ def test_noise_that_persists_in_one_part_counts_as_persistent() -> None:
 
 def test_the_probability_of_no_distance_is_one_and_of_an_infinite_one_zero() -> None:
     assert [two_sided_p(t, 3.5) for t in (0.0, 1e200, float("inf"))] == [1.0, 0.0, 0.0]
+
+
+def independent(noise: np.ndarray, length: int) -> float:
+    """How many independent values give the variance of a mean over ``length`` values, by their sums over all lags."""
+    steps, weights = noise.shape[1], 0.0
+    for lag in range(length):
+        together = (noise[:, : steps - lag] * noise[:, lag:]).sum(1).mean() / (steps - lag)
+        weight = (2 if lag else 1) * (1 - lag / length)
+        weights += weight * min((together / (noise**2).mean()) ** 2, 1.0)
+    return max(1.0, length / weights)
+
+
+def band_of_means(a: np.ndarray, b: np.ndarray, window: int, length: int, pieces: int) -> Band:
+    """The band of Student's t, step by step. ``length``: of the pooled spread; ``pieces``: with their own noise."""
+    steps, runs = a.shape[1], np.concatenate([a, b])
+
+    def around(values: np.ndarray, width: int) -> list[np.ndarray]:
+        starts = [min(max(step - width // 2, 0), steps - width) for step in range(steps)]
+        return [values[..., start : start + width] for start in starts]
+
+    smoothed = np.stack([np.median(part, -1) for part in around(runs, window)], -1)
+    means = smoothed[: len(a)].mean(0), smoothed[len(a) :].mean(0)
+    residuals = smoothed - np.repeat(means, (len(a), len(b)), 0)
+    variance = (residuals**2).sum(0) / (len(runs) - 2)
+    spread = np.sqrt([part.mean() for part in around(variance, length)])
+    error = spread * math.sqrt(1 / len(a) + 1 / len(b))
+    ratio = (means[1] - means[0]) / error
+    noises = np.array_split(residuals / spread, pieces, axis=1)
+    dof = (len(runs) - 2) * min(independent(part, length) for part in noises)
+    tests = max(1, steps // window)
+    critical = two_sided_quantile(0.05 / tests, dof)
+    observed = max(
+        min(side[start : start + window]) for side in (ratio, -ratio) for start in range(steps - window + 1)
+    )
+    p = min(1.0, tests * two_sided_p(observed, dof))
+    typical = float(np.median(critical * error / np.abs(means[0])))
+    numbers = Noise("t", window, 0.05, tests, dof, critical, p, typical)
+    return Band(*means, spread, critical * error, ratio, numbers)
+
+
+@pytest.mark.parametrize(
+    ("steps", "window", "length", "pieces"), [(60, 5, 20, 3), (59, 5, 20, 1), (11, 9, 11, 1), (8, 9, 8, 1)]
+)
+def test_the_band_is_that_of_its_definition(steps: int, window: int, length: int, pieces: int) -> None:
+    random = np.random.default_rng(0)
+    runs = 5 + np.cumsum(random.standard_normal((5, steps)), 1) + random.standard_normal((5, 1))
+    runs[3:] += 2
+    made = seed_band(runs[:3], runs[3:], alpha=0.05, window=window)
+    plain = band_of_means(runs[:3], runs[3:], min(window, 7 if steps == 8 else window), length, pieces)
+    for name in ("mean_a", "mean_b", "spread", "half", "ratio"):
+        np.testing.assert_allclose(getattr(made, name), getattr(plain, name), rtol=1e-9, err_msg=name)
+    assert made.noise.method == "t"
+    assert dataclasses.astuple(made.noise)[1:] == pytest.approx(
+        dataclasses.astuple(plain.noise)[1:], rel=1e-9
+    )

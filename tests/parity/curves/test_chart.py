@@ -62,3 +62,9 @@ def test_means_runs_the_difference_and_what_is_allowed_are_drawn(noise: Any) -> 
     assert bottom.get_xlabel() == "step (shaded: a departure)"
     for axis in (top, bottom):
         assert [float(line.get_xdata()[0]) for line in axis.lines][-1] == 2.0
+
+
+def test_without_a_departure_nothing_is_shaded() -> None:
+    top, bottom = curves_figure(curves(), [], None, title="same", metric="loss").axes
+    assert bottom.get_xlabel() == "step"
+    assert [len(axis.patches) for axis in (top, bottom)] == [0, 0]

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.parity.curves.compare import compare_runs
+from bridge.parity.curves.compare import compare_runs, compare_series
 from bridge.parity.curves.report import CurvesReport
-from bridge.parity.curves.series import MetricsError
+from bridge.parity.curves.series import MetricsError, Series
+from bridge.parity.curves.verdict import growth
 
 STEPS = 300
 BASE = 2 + 3 * np.exp(-np.arange(STEPS) / 60)
@@ -178,10 +179,70 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 def test_the_curves_of_a_report_are_those_of_its_own_sides(tmp_path: Path) -> None:
     left, right = experiment(tmp_path, "a", 3, 1), experiment(tmp_path, "b", 3, 2, 2.0)
-    curves = compare_runs(left, right).curves
+    report = compare_runs(left, right)
+    curves = report.curves
     # Smoothing changes the ends of a falling curve.
     inside = slice(STEPS // 4, -STEPS // 4)
     assert curves.mean_a[inside] == pytest.approx(BASE[inside], rel=0.01)
     assert curves.mean_b[inside] == pytest.approx(2 * BASE[inside], rel=0.01)
     assert (curves.half > 0).all()
-    assert np.median(curves.half / curves.mean_a) < 0.02
+    assert report.noise is not None
+    assert np.median(curves.half / curves.mean_a) == report.noise.band < 0.02
+    # Three runs on each side.
+    assert curves.half == pytest.approx(report.noise.critical * np.sqrt(2 / 3) * curves.spread)
+
+
+def in_memory(a: list[float], b: list[float], **options: float) -> CurvesReport:
+    runs = [[(name, Series(np.arange(len(run)), np.array(run)))] for name, run in (("a", a), ("b", b))]
+    return compare_series(*runs, **options)
+
+
+def test_a_report_of_single_runs_in_full() -> None:
+    report = in_memory([4.0, 2.0, 1.0, 0.5, 3.0], [4.0, 2.5, 1.0, 0.375, np.nan], rtol=0.125)
+    assert report.table() == [
+        ("verdict", "step", "A", "B", "difference", "band"),
+        ("within", "0", "4", "4", "0 %", "12.5 %"),
+        ("beyond", "1", "2", "2.5", "+25 %", "12.5 %"),
+        ("within", "2", "1", "1", "0 %", "12.5 %"),
+        ("beyond", "3", "0.5", "0.375", "-25 %", "12.5 %"),
+        ("not finite", "4", "nan", "nan", "nan %", "nan %"),
+    ]
+    assert report.summary().splitlines() == [
+        "different from step 1: loss of 1 + 1 runs, 5 common steps 0 to 4",
+        "from step 1 until step 1 (1 step): beyond the tolerance, B is +25 % from A on average, +25 % where it is "
+        "furthest",
+        "from step 3 until step 3 (1 step): beyond the tolerance, B is -25 % from A on average, -25 % where it is "
+        "furthest",
+        "from step 4 to the end (1 step): values that are not finite (NaN, infinity) on one side only",
+        "Noise was not estimated: one run on each side. Largest relative difference 0.25, allowed 0.125. Give repeats "
+        "with other seeds (three on each side) to learn what seeds do.",
+        "The difference exceeds rounding from step 1 on, where it is 0.25; it does not grow exponentially.",
+    ]
+    assert report.as_dict().keys() == {"same", "verdict", *vars(report)} - {"curves"}
+
+
+def test_a_table_has_steps_at_even_distances_and_the_begin_of_each_stretch() -> None:
+    a = np.ones(101)
+    b = a * np.where((np.arange(101) >= 37) & (np.arange(101) < 45), 1.5, 1.0)
+    (_, *rows) = in_memory(list(a), list(b)).table()
+    assert [row[1] for row in rows if row[0] == "beyond"] == ["37", "40"]
+    assert [row[1] for row in rows if row[0] == "within"] == [str(k) for k in range(0, 101, 10) if k != 40]
+
+
+GROWS = ", and grows by a factor of e in 2 steps (R2 1.00)"
+
+
+@pytest.mark.parametrize(
+    ("rate", "size", "said"),
+    [
+        (0.5, 2e-7, f"{GROWS}, as rounding does in two runs of one experiment."),
+        (0.5, 2e-5, f"{GROWS}."),
+        (-0.5, 2e-7, "; it does not grow exponentially."),
+    ],
+)
+def test_growth_says_whether_it_is_that_of_rounding(rate: float, size: float, said: str) -> None:
+    difference = size * np.exp(rate * np.arange(8))
+    fitted = growth(np.arange(8), difference)
+    assert fitted is not None
+    start = f"The difference exceeds rounding from step 0 on, where it is {size:.2g}"
+    assert fitted.summary() == start + said

@@ -89,6 +89,7 @@ def test_the_writer_of_this_test_knows_crc32c() -> None:
 
 def test_scalars_are_read_from_a_file_and_from_its_directory(tmp_path: Path) -> None:
     path = write(tmp_path, *(event(step, simple("loss", loss), simple("lr", 0.5)) for step, loss in LOSSES))
+    (tmp_path / "notes.txt").write_text("words, and no events at all")
     assert points(path) == points(tmp_path) == LOSSES
     assert points(tmp_path, "lr") == [(step, 0.5) for step, _ in LOSSES]
     assert points(path.rename(tmp_path / "renamed")) == LOSSES

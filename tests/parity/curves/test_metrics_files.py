@@ -145,3 +145,10 @@ def test_the_metrics_file_of_a_relay_is_read(tmp_path: Path) -> None:
 )
 def test_steps_are_whole_numbers_of_64_bits(value: object, step: int | None) -> None:
     assert as_step(value) == step
+
+
+def test_a_device_is_refused() -> None:
+    with pytest.raises(
+        MetricsError, match=r"^/dev/null: expected a file or a directory, got a pipe or a device"
+    ):
+        read_metrics("/dev/null")

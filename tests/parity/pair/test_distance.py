@@ -67,6 +67,11 @@ def test_a_row_says_where_a_difference_comes_from() -> None:
     assert row_of("forward", ("a", "b"), a, off, floor, local=2 * FACTOR).verdict == "introduced"
     assert row_of("gradients", ("a", "b"), a, off, floor).verdict == "differs"
     assert ratio_of(distance(a, a), 0.0) == 0.0
+    # The floor of a row is relative, whatever the size of the values.
+    for scale in (1e-3, 1.0, 1e3):
+        relative = row_of("gradients", ("a", "b"), scale * a, scale * a, scale * floor).floor
+        assert relative == pytest.approx(floor / np.linalg.norm(a))
+    assert row_of("gradients", ("a", "b"), 0 * a, 0 * a, floor).floor == 0.0
 
 
 @pytest.mark.parametrize("turned", [False, True])

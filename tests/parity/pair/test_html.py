@@ -127,6 +127,12 @@ def test_facts_are_on_the_page() -> None:
         assert fact in said
     for name in ("model.rotary", "rope", "lm_head.weight", "step", "model.layers.1.attn.q"):
         assert name in said
+    for chart in (
+        "Forward: error of modules' outputs",
+        "Backward: error of",
+        "Gradients of parameters, by ratio",
+    ):
+        assert chart in said
     for stage in STAGES:
         assert (f"{stage}: {len(report.stage(stage))} row" in said) == bool(report.stage(stage))
 

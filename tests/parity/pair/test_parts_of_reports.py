@@ -10,10 +10,17 @@ import pytest
 
 from bridge.parity.causes.causes import _offset, statistics_cause
 from bridge.parity.curves.verdict import growth
+from bridge.parity.partners.rows import BUFFER, Stage
+from bridge.parity.report_page.depth import Axis, worst
+from bridge.parity.report_page.html import histogram
+from bridge.parity.report_page.markup import alone, facts_of, number, shade, times
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.report_page.tree import tree_of
 from bridge.parity.stages.rerun_module import rounding
 from tests.parity.pair.reports import llama, row
 
 RNG = np.random.default_rng(0)
+NOTHING = ParityReport((), "float32", (None, None, None, None))
 
 
 def test_an_exponential_growth_has_its_rate_and_is_explained_by_it() -> None:
@@ -79,3 +86,138 @@ def test_outputs_that_could_not_be_compared_are_named() -> None:
     report = dataclasses.replace(whole, rows=(*whole.rows, *unknown))
     assert "the outputs of (model), rotary" in report.not_compared
     assert not report.complete
+
+
+def test_numbers_of_a_page() -> None:
+    assert [number(value) for value in (0.0, 1.0, 2.34e-7, math.nan)] == ["0", "1.0e+00", "2.3e-07", "nan"]
+    assert [times(value) for value in (0.0, 12.345, 9999.0, 1e4)] == ["0", "12.3", "1e+04", "1.0e+04"]
+    assert [alone(row("forward", "a", local=local)) for local in (math.nan, 77.0)] == ["", "77"]
+    shown = ["stage", "torch", "JAX", "shape", "error", "floor", "ratio", "max ULP", "cosine", "largest at"]
+    assert [label for label, _ in facts_of(row("forward", "a"), None)] == shown
+    # Below a heading with the module's name.
+    assert [label for label, _ in facts_of(row("forward", "a", kind="Linear"), "a")] == [shown[0], *shown[2:]]
+
+
+def test_shades_begin_at_one_at_the_factor_and_at_a_thousand() -> None:
+    bounds = {1.0: "c0", 1.1: "c1", 2.0: "c1", 2.1: "c2", 4.0: "c2", 4.1: "c3"}
+    bounds |= {30.0: "c4", 300.0: "c6", 999.0: "c7", 1000.0: "c8", 1e9: "c8", math.inf: "c8"}
+    assert {ratio: shade(ratio) for ratio in bounds} == bounds
+
+
+def test_a_histogram_counts_ratios_by_decade_and_verdict() -> None:
+    ratios = (0.0, 1e-9, 1e-3, 0.5, 1.0, 9.9, 10.0, 1e6, 1e12, math.inf, math.nan)
+    rows = [dataclasses.replace(row("forward", "a"), ratio=ratio, verdict="same") for ratio in ratios]
+    rows.append(dataclasses.replace(rows[3], verdict="differs"))
+    counts = [[1, 0], [1, 0], [1, 0], [0, 0], [1, 1], [2, 0], [1, 0], *[[0, 0]] * 4, [2, 0], [1, 0], [1, 0]]
+    assert histogram(rows) == counts
+
+
+def test_an_axis_of_errors_has_whole_decades_and_lanes_for_what_is_no_power_of_ten() -> None:
+    axis = Axis.of([row("forward", "a", error, floor=2e-8) for error in (0.03, 2e-6)])
+    assert axis == Axis(-8, -1, False, False, False)
+    assert axis.ticks() == [(pytest.approx(k / 7), f"1e{k - 8}") for k in range(8)]
+    assert Axis.of([]) == Axis(-8, 0, False, False, False)
+    narrow = [dataclasses.replace(row("forward", "a"), error=error, floor=2e-8) for error in (0.0, math.nan)]
+    assert Axis.of(narrow) == Axis(-8, -6, True, False, True)
+    lanes = Axis(-4, 0, True, True, True)
+    assert [
+        lanes.place(value) for value in (-1.0, 0.0, 1e-9, 1e-2, 9.0, math.inf, math.nan)
+    ] == pytest.approx([0.0225, 0.0225, 0.09, 0.455, 0.82, 0.8875, 0.9775])
+    assert [label for _, label in lanes.ticks()] == ["0", "1e-4", "1e-3", "1e-2", "1e-1", "1e0", "inf", "nan"]
+    assert [label for _, label in Axis(-330, 310, False, False, False).ticks()] == [
+        f"1e{power}" for power in range(-250, 309, 80)
+    ]
+
+
+def test_the_worst_row_has_the_largest_ratio_or_none() -> None:
+    rows = [dataclasses.replace(row("forward", "a"), ratio=ratio) for ratio in (1.0, math.nan, 1e9)]
+    assert (worst(rows), worst([rows[0], rows[2]]), worst([])) == (rows[1], rows[2], None)
+
+
+def test_a_report_of_models_that_are_the_same_shows_its_five_largest_rows() -> None:
+    report = llama(1)
+    heading, *rows = report.table()
+    assert [cells[2].rpartition(".")[2] for cells in rows] == ["norm", "q", "k", "v", "o"]
+    assert dict(zip(heading, rows[0], strict=True)) == {
+        **{"verdict": "same", "stage": "forward", "torch": "model.layers.0.norm", "jax": "jax/x"},
+        **{"ratio": "0.10", "alone": "0.30", "error": "1.0e-09", "floor": "1.0e-08", "max ULP": "0"},
+        **{"cosine": "1.000000", "cause": ""},
+    }
+
+
+def test_a_tree_counts_what_is_beyond_rounding_in_each_module() -> None:
+    layers = tree_of(llama(3, (1,))).children["model"].children["layers"]
+    assert (layers.introduced, layers.introduced_inside, layers.children["1"].introduced_inside) == (1, 1, 1)
+    # Forward from the query projection on, all of backward, and one gradient.
+    assert [node.beyond for node in layers.children.values()] == [10 + 1, 9 + 10 + 1, 10 + 10 + 1]
+    assert layers.children["1"].beyond_inside == 8 + 9 + 1
+    query = layers.children["1"].children["attn"].children["q"]
+    assert (query.style, query.kind, query.partner) == ("begin", "Linear", "jax/x")
+    assert [words for _, words in query.chips()] == ["forward", "backward"]
+    norm = layers.children["2"].children["norm"]
+    assert [words for _, words in norm.chips()] == ["forward", "backward", "worst of gradients"]
+    assert (norm.style, tree_of(llama(1)).style) == ("plain", "quiet")
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "said"),
+    [
+        ("weights", "", "The weights differ: a.b"),
+        ("weights", BUFFER, "The buffers differ: a.b"),
+        ("forward", "Linear", "The models first diverge in a.b (Linear), in forward"),
+        ("backward", "Linear", "The models first diverge in a.b (Linear), in backward"),
+        ("precision", "Linear", "The models diverge in a.b (Linear), in the precision of float32"),
+        ("buffers", BUFFER, "The buffers after the forward differ: a.b"),
+        ("loss", "", "The models' outputs are the same, the losses differ"),
+        ("gradients", "", "The gradients differ: a.b"),
+        ("update", "", "The optimizers' first update differs: a.b"),
+        ("update", BUFFER, "The buffers after the first training step differ: a.b"),
+        ("steps", "", "The trainings differ: a.b"),
+        ("steps", BUFFER, "The buffers differ in training: a.b, at last"),
+    ],
+)
+def test_a_summary_names_the_first_difference_by_its_stage(stage: Stage, kind: str, said: str) -> None:
+    first = row(stage, "a.b", 0.1, kind=kind, note="at last", cause="of itself")
+    report = dataclasses.replace(NOTHING, rows=(first,))
+    assert report.summary() == f"{said}, {first.ratio:.3g} times what rounding explains: of itself."
+
+
+def test_a_summary_in_full() -> None:
+    assert llama(1).summary() == (
+        "The two models are the same: 1 weights, 10 forward, 10 backward, 1 gradients compared, no difference above 4 "
+        "times what rounding to float32 explains (the largest is 0.1 times)."
+    )
+    left_out = {
+        "torch_buffers": ("t",),
+        "jax_buffers": ("j",),
+        "dropped_buffers": ("d", "e"),
+        "left_out": ("l",),
+    }
+    assert dataclasses.replace(llama(3, (0, 2)), **left_out).summary() == (
+        "The models first diverge in model.layers.0.attn.q (Linear), in forward, 2e+04 times what rounding explains. "
+        "Further places: 1. Neither copied nor compared: torch buffers without a partner: t; JAX buffers without a "
+        "partner: j; buffers that the mapping drops: d, e; l."
+    )
+
+
+def test_remarks_name_what_was_not_compared_and_which_layouts_are_doubtful() -> None:
+    rows = (
+        row("forward", "a", note="layout not certain: b"),
+        row("forward", "", note="values alone chose c"),
+        row("forward", "d", note="made up for in e"),
+        row("forward", "f", verdict="unknown", note="not compared: g"),
+    )
+    report = dataclasses.replace(llama(1), rows=rows, notes=("of samples",), order="no other order")
+    assert list(report.remarks()) == [
+        "of samples",
+        "torch modules without a partner: model.rotary",
+        "JAX modules without a partner: rope",
+        "torch parameters without a partner: lm_head.weight",
+        "JAX parameters without a partner: step",
+        "no other order",
+        "a: layout not certain: b",
+        "(model): values alone chose c",
+        "f: not compared: g",
+        "self-test: this batch shows 1 of 1 planted faults",
+    ]
+    assert list(dataclasses.replace(NOTHING, rows=rows[2:3]).remarks()) == []

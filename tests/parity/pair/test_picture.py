@@ -11,8 +11,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
+from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import Axis, place_of, shown, thinned
-from bridge.parity.report_page.picture import parity_figure, write_picture
+from bridge.parity.report_page.picture import depth_figure, parity_figure, tips_of, write_picture
 from bridge.parity.report_page.report import ParityReport
 from tests.parity.pair.reports import llama, odd, row
 
@@ -86,3 +87,42 @@ def test_names_are_short_and_evenly_thinned() -> None:
     assert list(thinned(10, 4)) == [0, 3, 6, 9]
     assert len(thinned(2000, 28)) <= 28
     assert list(thinned(0, 5)) == []
+
+
+def test_a_panel_has_the_errors_the_floors_and_a_mark_for_each_row_by_its_verdict() -> None:
+    report = llama(1, (0,))
+    rows = report.stage("forward")
+    axis, fault = Axis.of(rows), 1
+    errors = [axis.place(row.error) for row in rows]
+    figure = parity_figure(report)
+    panel = figure.axes[0]
+    marks = {line.get_gid(): line for line in panel.lines if line.get_gid()}
+    for verdict in ("same", "inherited", "differs", "introduced", "unknown"):
+        mark = marks[f"marks-{verdict}"]
+        chosen = [[x, errors[x]] for x, row in enumerate(rows) if row.verdict == verdict]
+        assert mark.get_xydata().tolist() == chosen
+        assert (mark.get_markerfacecolor() == "white") == (verdict == "inherited")
+    assert panel.lines[0].get_xydata().tolist() == [[x, error] for x, error in enumerate(errors)]
+    (dotted,) = [line for line in panel.lines if line.get_linestyle() == ":" and not line.get_gid()]
+    assert dotted.get_xydata().tolist() == [[fault, errors[fault]], [fault, 1.02]]
+    largest = max(row.floor for row in rows)
+    for factor, label in ((FACTOR, "up to 4 times the floor"), (1.0, "rounding explains it")):
+        (band,) = [area for area in panel.collections if area.get_label() == label]
+        (left, _), (right, top) = band.get_paths()[0].vertices.min(0), band.get_paths()[0].vertices.max(0)
+        assert (left, right, top) == (-0.5, len(rows) - 0.5, pytest.approx(axis.place(largest * factor)))
+    assert (panel.get_xlim(), panel.get_axisbelow()) == ((-0.5, len(rows) - 0.5), True)
+    assert all(line.get_visible() for line in panel.get_ygridlines())
+    assert [label.get_text() for label in panel.get_xticklabels()] == [row.name for row in rows]
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["forward: outputs of modules", "backward: gradients of modules' outputs"]
+    assert [text.get_text() for text in panel.texts] == ["1", f"introduced:\n1  {rows[fault].name}"]
+    # A page has names and tips beside its picture.
+    assert [text.get_text() for text in depth_figure(rows).axes[0].texts] == ["1"]
+    tips = tips_of(rows)
+    assert {gid: len(texts) for gid, texts in tips.items()} == {
+        f"marks-{verdict}": sum(row.verdict == verdict for row in rows)
+        for verdict in ("same", "introduced", "inherited")
+    }
+    assert tips["marks-introduced"] == [
+        "model.layers.0.attn.q: error 1.0e-03, floor 1.0e-08, ratio 1.0e+05, introduced"
+    ]
