@@ -9,10 +9,11 @@ import einops
 import numpy as np
 import pytest
 
-from bridge.core.mapping import MappingError, load_mapping, parse_mapping
+from bridge.core.mapping import MappingError, load_mapping, make_plan, parse_mapping
 from bridge.core.mapping.language.entries import PathPattern
 from bridge.core.mapping.language.expression import Affine, Expression, Undetermined
 from bridge.core.mapping.language.rules import family_names, mapping_of, mapping_table
+from tests.support.bridge.memory_reader import MemoryReader
 
 
 def solve(
@@ -176,6 +177,12 @@ def test_sizes_of_axes_that_no_rule_has_are_refused() -> None:
         parse_mapping(f"[axes]\nhead = 3\n{rule}", "test")
     with pytest.raises(MappingError, match=r"\(d, h\), got headdim"):
         parse_mapping(rule, "test").with_axes({"headdim": 7})
+
+
+def test_an_axis_may_have_the_size_of_one_that_only_the_table_has() -> None:
+    table = parse_mapping('[axes]\nh = "n"\nn = 4\n[[rule]]\ntorch = "w : (h d)"\njax = "v : h d"', "test")
+    plan = make_plan(MemoryReader("dcp", {"model.w": np.zeros(12)}), "orbax", table)
+    assert plan.tensors["params/v"].shape == (4, 3)
 
 
 @pytest.mark.parametrize(
