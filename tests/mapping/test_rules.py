@@ -53,6 +53,12 @@ def test_an_axis_that_the_shape_leaves_open_is_named() -> None:
             {"d": 40},
             "expected a multiple of 40 for the size of an axis with h in it, got 321",
         ),
+        (
+            "(g (a + b)) m",
+            (9, 4),
+            {"g": 2, "b": 3},
+            "expected a multiple of 2 plus 6 for the size of an axis with a in it, got 9",
+        ),
         ("(a + b) m", (3, 4), {"a": 5}, "expected 5 or more"),
         ("a 1", (3, 2), {}, "expected size 1 on axis 1 of 'a 1' (), got 2"),
         ("a b", (3, 2), {"b": 4}, "expected size 4 on axis 1 of 'a b' (b=4), got 2"),

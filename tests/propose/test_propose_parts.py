@@ -148,6 +148,7 @@ def test_a_whole_proposal(tmp_path: Path) -> None:
     proposal, turned = (propose(tmp_path / first, tmp_path / second) for first, second in ("ab", "ba"))
     assert proposal.text.replace(f"{tmp_path}/", "") == WHOLE
     assert {(rule.b, rule.a) for rule in turned.rules} == {(rule.a, rule.b) for rule in proposal.rules}
+    assert turned.doubts == proposal.doubts
 
 
 def test_equal_numbers_of_another_kind_differ(tmp_path: Path) -> None:
