@@ -248,7 +248,7 @@ def numbered() -> MemoryReader:
     shapes |= {
         f"optimizer.state.{n}.{moment}": s for n, s in ((0, (3, 3)), (2, (2, 3))) for moment in ("m", "v")
     }
-    params = {("optimizer", "param_groups", 0, "params"): [0, 1, 2]}
+    params: dict[tuple[str | int, ...], object] = {("optimizer", "param_groups", 0, "params"): [0, 1, 2]}
     return MemoryReader("dcp", {name: np.zeros(shape) for name, shape in shapes.items()}, params)
 
 
