@@ -192,6 +192,12 @@ def test_words_that_code_bases_use_differently_are_certain_only_as_equal_names(
     assert proposal.certain is certain
 
 
+def test_a_stack_of_square_layers_lies_as_each_layer_does(tmp_path: Path) -> None:
+    ours: Shapes = {f"layers.{i}.down.weight": (6, 6) for i in range(3)}
+    proposal = proposed(tmp_path, ours, {"layers/down/kernel": (3, 6, 6)})
+    assert proposal.certain, proposal.text
+
+
 def sequential(sizes: tuple[int, ...], step: int = 2, stem: str = "net") -> Shapes:
     """Linear layers of torch with other modules between, which have no tensors."""
     shapes: Shapes = {}
