@@ -222,7 +222,7 @@ def align(
 
 def _turns(a: Sequence[Dim], b: Sequence[Dim]) -> int:
     order = {x: number for number, dim in enumerate(a) for part in dim for x in part}
-    there = [order[x] for dim in b for part in dim for x in part if x in order]
+    there = [order[x] for dim in b for part in dim for x in part]
     return sum(left > right for left, right in itertools.combinations(there, 2))
 
 

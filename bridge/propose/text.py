@@ -102,17 +102,13 @@ class Namer:
     def give(self, fit: Fit, names: Mapping[str, str]) -> None:
         """Collect sizes that the shapes of one side leave open, for the table of axes."""
         for dim in (dim for entry in (*fit.a, *fit.b) for dim in entry.dims):
-            if len(dim) > 1:
-                first = dim[0]
-                for part in dim[1:]:
-                    same = len(part) == len(first) == 1 and fit.sizes[part[0]] == fit.sizes[first[0]]
-                    for x in part:
-                        self.given[names[x]] = names[first[0]] if same else fit.sizes[x]
-                for x in first[1:]:
-                    self.given[names[x]] = fit.sizes[x]
-            elif dim and len(dim[0]) > 1:
-                for x in dim[0][1:]:
-                    self.given[names[x]] = fit.sizes[x]
+            first, *others = dim
+            for part in others:
+                same = len(part) == len(first) == 1 and fit.sizes[part[0]] == fit.sizes[first[0]]
+                for x in part:
+                    self.given[names[x]] = names[first[0]] if same else fit.sizes[x]
+            for x in first[1:]:
+                self.given[names[x]] = fit.sizes[x]
 
     def _product(self, part: Sequence[str], sizes: Mapping[str, int], first: str) -> list[str]:
         if len(part) == 1:

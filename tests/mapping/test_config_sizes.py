@@ -13,8 +13,10 @@ from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.rules import parse_mapping
-from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.language.table import MappingTable, Told
 from bridge.core.mapping.one_rule.sizes import with_config, with_config_fields
+from bridge.core.mapping.plan.translation import make_plan
+from tests.support.bridge.memory_reader import MemoryReader
 
 TABLE = """
 [config]
@@ -142,6 +144,24 @@ def test_numbers_that_are_no_sizes_are_refused(tmp_path: Path, config: object, m
     with pytest.raises((CheckpointError, MappingError), match=message):
         convert(path, tmp_path / "b", mapping=table())
     assert not (tmp_path / "b").exists()
+
+
+def test_the_config_of_a_mapping_without_sizes_is_read_for_its_models(tmp_path: Path) -> None:
+    mapping = parse_mapping('[models.mine]\n[[rule]]\ntorch = "a.w"\njax = "x/w"\n', "test")
+    with open_checkpoint(source(tmp_path / "a", {"num_hidden_layers": 3})) as reader:
+        assert with_config(mapping, reader).told == Told(str(tmp_path / "a" / "config.json"), {}, 3)
+
+
+def test_a_stored_size_is_0_or_more() -> None:
+    mapping = parse_mapping(
+        '[axes]\nn = "train/n"\n[[rule]]\ntorch = "w : (a + n)"\njax = ["x : a", "y : n"]\n', "test"
+    )
+    arrays = {"model.w": np.arange(3.0), "train.n": np.asarray(0)}
+    plan = make_plan(MemoryReader("dcp", arrays), "orbax", mapping)
+    assert plan.tensors["params/y"].shape == (0,)
+    with pytest.raises(MappingError) as refused:
+        make_plan(MemoryReader("dcp", arrays | {"train.n": np.asarray(-1)}), "orbax", mapping)
+    assert str(refused.value) == "expected a size of 0 or more in train.n for axis n, got -1"
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:

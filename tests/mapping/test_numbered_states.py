@@ -18,7 +18,8 @@ from bridge.checkpoints.ground.selection import Selection
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.mapping import MappingError, MappingTable, parse_mapping
-from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.numbered_states import unnamed, with_named_states
+from tests.support.bridge.memory_reader import MemoryReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
@@ -238,3 +239,39 @@ def test_a_file_names_the_weights_of_several_optimizers(tmp_path: Path) -> None:
     )
     first.state |= second.state
     assert_right(tmp_path / "out", net, first)
+
+
+def numbered() -> MemoryReader:
+    """Number 1 has no state. The averages have the shapes of the weights."""
+    shapes = {"model.first.weight": (3, 3), "model.second.weight": (3, 3), "model.head.weight": (2, 3)}
+    shapes |= {"averages.first.weight": (3, 3), "averages.head.weight": (2, 3)}
+    shapes |= {
+        f"optimizer.state.{n}.{moment}": s for n, s in ((0, (3, 3)), (2, (2, 3))) for moment in ("m", "v")
+    }
+    params: dict[tuple[str | int, ...], object] = {("optimizer", "param_groups", 0, "params"): [0, 1, 2]}
+    return MemoryReader("dcp", {name: np.zeros(shape) for name, shape in shapes.items()}, params)
+
+
+def test_a_file_names_numbers_without_a_state_too(tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text("second.weight\nfirst.weight\nhead.weight\n")
+    named = with_named_states(numbered(), MappingTable("any", ()), str(order))
+    states = [name.removeprefix("optimizer.state.") for name in named.tensors if name.startswith("opt")]
+    assert states == ["second.weight.m", "second.weight.v", "head.weight.m", "head.weight.v"]
+    assert [*named.objects.values()] == [["second.weight", "first.weight", "head.weight"]]
+    order.write_text("second.weight\nsecond.weight\n")
+    with pytest.raises(CheckpointError) as refused:
+        with_named_states(numbered(), MappingTable("any", ()), str(order))
+    assert str(refused.value) == (
+        "expected 3 different names for the numbers of optimizer.state in memory, got 2 names, of which 1 differ"
+    )
+
+
+def test_numbers_that_nothing_names_are_told_with_the_weights_of_one_shape() -> None:
+    assert unnamed(numbered(), ("optimizer",)) == (
+        "optimizer.state of memory numbers its 2 weights, and nothing tells which number belongs to which weight: "
+        "first.weight, second.weight have one shape. If the optimizer has all of model.parameters(), or groups that "
+        "each follow the model's order, say so (--optimizer-order model). Otherwise give a file with the name of one "
+        "weight on each line, in the optimizer's order (--optimizer-order FILE), or save the optimizer with names "
+        "(model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
+    )

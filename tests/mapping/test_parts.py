@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -173,6 +175,32 @@ def test_between_two_conventions_second_names_and_parts_stay() -> None:
     assert two.rules == table().rules
     assert not any(rule.is_second_name for rule in table(text).between("flax", "third").rules)
     assert {rule.part for rule in table().part().rules} == {""}
+
+
+HEAD = """
+[[rule]]
+hf = "embed.weight : v m"
+flax = "embed/embedding : v m"
+[[rule]]
+hf = "head.weight : v m"
+flax = "head/kernel : m v"
+optional = "head"
+tied_to = "embed.weight"
+[[rule]]
+hf = "head.norm"
+flax = "head/norm"
+optional = "head"
+[convention.hf]
+[convention.flax]
+"""
+
+
+def test_a_model_without_its_head_needs_no_weight_of_the_head() -> None:
+    apart = replace(table(HEAD), ties=False)
+    embedding = {"model.embed.weight": np.zeros((5, 4))}
+    assert there(embedding, apart).keys() == {"params/embed/embedding"}
+    with pytest.raises(MappingError, match=r"says that tie_word_embeddings is false: expected head\.weight"):
+        there(embedding | {"model.head.norm": np.zeros(4)}, apart)
 
 
 HEADS = """

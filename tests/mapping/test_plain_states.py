@@ -102,6 +102,13 @@ def test_what_is_no_count_is_refused(tmp_path: Path, step: object) -> None:
     convert(tmp_path / "a.pt", tmp_path / "w", mapping=rules(), selection=Selection(weights_only=True))
 
 
+@pytest.mark.parametrize("step", [True, None])
+def test_a_step_of_a_group_that_is_no_count_is_none(tmp_path: Path, step: object) -> None:
+    torch.save(state_dict(step, in_group=True), tmp_path / "a.pt")
+    with pytest.raises(MappingError, match=r"but optimizer\.state\.a\.weight\.step, .* are missing$"):
+        convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
+
+
 def test_a_load_through_a_mapping_reads_numbers_and_names_as_a_conversion_does(tmp_path: Path) -> None:
     torch.save(state_dict(3, numbered=True), tmp_path / "a.pt")
     sizes = {f"params/{n}/kernel": shape[::-1] for n, shape in SHAPES.items()}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from bridge.core.formats.tensors.base import DTYPES, Box
 from bridge.core.mapping.language import relation
 from bridge.core.mapping.language.entries import Entry, Rule
-from bridge.core.mapping.language.relation import Block, TensorView
+from bridge.core.mapping.language.expression import Affine
+from bridge.core.mapping.language.relation import Block, TensorView, identity, whole_source
 from bridge.core.mapping.one_rule.apply import apply_rule
 from bridge.core.mapping.one_rule.instance import Axes
 from tests.support.bridge.bits import random_bits, same_bits
@@ -118,6 +119,42 @@ def test_a_large_region_is_split_into_bounded_reads(monkeypatch: pytest.MonkeyPa
     assert same_bits(view.read(reader, Box.whole((96, 160))), np.array(weight.T, order="C"))
     assert reader.largest_read <= 1024
     assert reader.reads <= 160 * 96 * 4 // 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("h", "d", "small", "largest", "reads"),
+    [
+        # The rows of `a` follow each other: only `h` has elements between that nobody wants.
+        (4, 10, 8, 1 << 20, 4),
+        # Half of the elements are wanted, and the region has the largest size that is read.
+        (2, 3, 8, 6 * 4 * 4, 1),
+        # The region has the size up to which all of it is read.
+        (4, 10, 6 * 31 * 4, 0, 1),
+    ],
+)
+def test_a_region_is_split_where_it_has_unwanted_elements(
+    monkeypatch: pytest.MonkeyPatch, h: int, d: int, small: int, largest: int, reads: int
+) -> None:
+    monkeypatch.setattr(relation, "SMALL_READ_BYTES", small)
+    monkeypatch.setattr(relation, "READ_BYTES", largest)
+    weight = random_bits((6, h * d), np.dtype(np.float32), 3)
+    reader = MemoryReader("dcp", {"w": weight})
+    (view,) = views(rule("w : a (h d)", "x : d a h"), "torch", reader, {"d": d}).values()
+    got = view.read(reader, Box((1, 0, 0), (1, 6, h)))
+    assert same_bits(got, np.array(weight.reshape(6, h, d).transpose(2, 0, 1)[1:2], order="C"))
+    assert reader.reads == reads
+
+
+def test_a_view_of_a_whole_tensor_is_known() -> None:
+    dtype = np.dtype(np.float32)
+    whole = identity("w", (2, 3), dtype)
+    assert whole_source(whole) == "w"
+    (block,) = whole.blocks
+    turned = Block("w", block.source_index, block.target_index[::-1], block.sizes)
+    assert whole_source(TensorView((3, 2), dtype, (turned,))) is None
+    rows = tuple(Block(n, (Affine(0, ()),), (Affine(k, ()),), {}) for k, n in enumerate("ab"))
+    assert whole_source(TensorView((2,), dtype, rows)) is None
+    assert whole_source(np.zeros((2, 3))) is None
 
 
 def test_a_view_with_missing_elements_is_refused() -> None:

@@ -9,10 +9,11 @@ import einops
 import numpy as np
 import pytest
 
-from bridge.core.mapping import MappingError, load_mapping, parse_mapping
+from bridge.core.mapping import MappingError, load_mapping, make_plan, parse_mapping
 from bridge.core.mapping.language.entries import PathPattern
 from bridge.core.mapping.language.expression import Affine, Expression, Undetermined
 from bridge.core.mapping.language.rules import family_names, mapping_of, mapping_table
+from tests.support.bridge.memory_reader import MemoryReader
 
 
 def solve(
@@ -51,6 +52,12 @@ def test_an_axis_that_the_shape_leaves_open_is_named() -> None:
             (321, 4),
             {"d": 40},
             "expected a multiple of 40 for the size of an axis with h in it, got 321",
+        ),
+        (
+            "(g (a + b)) m",
+            (9, 4),
+            {"g": 2, "b": 3},
+            "expected a multiple of 2 plus 6 for the size of an axis with a in it, got 9",
         ),
         ("(a + b) m", (3, 4), {"a": 5}, "expected 5 or more"),
         ("a 1", (3, 2), {}, "expected size 1 on axis 1 of 'a 1' (), got 2"),
@@ -176,6 +183,12 @@ def test_sizes_of_axes_that_no_rule_has_are_refused() -> None:
         parse_mapping(f"[axes]\nhead = 3\n{rule}", "test")
     with pytest.raises(MappingError, match=r"\(d, h\), got headdim"):
         parse_mapping(rule, "test").with_axes({"headdim": 7})
+
+
+def test_an_axis_may_have_the_size_of_one_that_only_the_table_has() -> None:
+    table = parse_mapping('[axes]\nh = "n"\nn = 4\n[[rule]]\ntorch = "w : (h d)"\njax = "v : h d"', "test")
+    plan = make_plan(MemoryReader("dcp", {"model.w": np.zeros(12)}), "orbax", table)
+    assert plan.tensors["params/v"].shape == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,14 @@ def test_a_comparison_of_values_that_no_process_has_is_refused() -> None:
         SavedAs(run_state(MemoryReader("dcp", in_few_bits(own, "float16"))), joined)
 
 
+def test_a_box_of_a_value_that_every_process_has_is_read() -> None:
+    array = np.arange(12.0).reshape(3, 4)
+    run = RunState("dcp", "the run", MemoryReader("dcp", {"w": array}).tensors, {}, {}, lambda _: array)
+    assert np.array_equal(run.read("w"), array)
+    part = run.read("w", Box((1, 2), (2, 1)))
+    assert (part.tolist(), part.flags.c_contiguous) == ([[6.0], [10.0]], True)
+
+
 def test_a_model_that_the_mapping_does_not_know_is_refused() -> None:
     other, known = (
         MemoryReader("dcp", {"model.other": np.ones(3, np.float32)}),

@@ -285,6 +285,21 @@ def test_scales_that_do_not_fit_are_refused(changes: dict[str, np.ndarray | None
         make_plan(reader, "orbax", load_mapping("decoder"))
 
 
+def test_a_scale_that_covers_elements_of_two_parts_is_refused() -> None:
+    table = parse_mapping(
+        '[axes]\ny = 1\n[[rule]]\ntorch = "w : (x + y) m"\njax = ["w/x : m x", "w/y : m y"]\n', "test.toml"
+    )
+    momentum = "optimizer.state.w.momentum_buffer"
+    arrays = {"model.w": payload((4, 3), "float32", 0), momentum: payload((4, 3), "float16", 1)}
+    reader = MemoryReader("dcp", arrays | {f"{momentum}_scale": np.ones((2, 1), np.float32)})
+    with pytest.raises(MappingError) as refused:
+        make_plan(reader, "orbax", table)
+    assert str(refused.value) == (
+        f"rule w : (x + y) m <-> w/x : m x & w/y : m y: expected scales for {momentum} that each cover a whole axis, "
+        f"got {momentum}_scale of shape (2, 1), where each covers 2 elements of an axis of size 4"
+    )
+
+
 def test_a_stack_needs_the_scales_of_all_its_layers() -> None:
     arrays = in_few_bits(dcp_arrays(), "float16")
     del arrays[f"{WQ}_scale"]

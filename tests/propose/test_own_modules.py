@@ -174,6 +174,30 @@ def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tm
     assert len(proposed(folders[1], named, shapes).rules) == 3
 
 
+def test_automatic_names_are_modules_where_the_other_side_counts_no_layers(tmp_path: Path) -> None:
+    theirs = {f"Dense_{i}/kernel": (4, 4) for i in range(3)}
+    proposal = proposed(tmp_path, {f"{name}.weight": (4, 4) for name in "abc"}, theirs)
+    assert (proposal.left_a, proposal.left_b) == (("a.weight", "b.weight", "c.weight"), tuple(theirs))
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "certain"), [("mlp.w1", "mlp.w3", False), ("layers.mlp.gate", "layers.mlp.up", True)]
+)
+def test_words_that_code_bases_use_differently_are_certain_only_as_equal_names(
+    tmp_path: Path, gate: str, up: str, certain: bool
+) -> None:
+    ours: Shapes = {f"{gate}.weight": (5, 6), f"{up}.weight": (5, 6)}
+    proposal = proposed(tmp_path, ours, {"mlp/gate/kernel": (6, 5), "mlp/up/kernel": (6, 5)})
+    assert rules(proposal) == {f"{gate}.weight": ("mlp/gate/kernel",), f"{up}.weight": ("mlp/up/kernel",)}
+    assert proposal.certain is certain
+
+
+def test_a_stack_of_square_layers_lies_as_each_layer_does(tmp_path: Path) -> None:
+    ours: Shapes = {f"layers.{i}.down.weight": (6, 6) for i in range(3)}
+    proposal = proposed(tmp_path, ours, {"layers/down/kernel": (3, 6, 6)})
+    assert proposal.certain, proposal.text
+
+
 def sequential(sizes: tuple[int, ...], step: int = 2, stem: str = "net") -> Shapes:
     """Linear layers of torch with other modules between, which have no tensors."""
     shapes: Shapes = {}

@@ -130,7 +130,7 @@ def _allowed(multiple: int, absent: str | None) -> str:
     if multiple == 1:
         notes.append("by the shapes 1")
     elif multiple > 1:
-        fitting = [size for size in _USUAL if multiple % size == 0 and size <= multiple]
+        fitting = [size for size in _USUAL if multiple % size == 0]
         divisors = [n for n in range(1, min(multiple, 64) + 1) if multiple % n == 0]
         if len(divisors) <= _FEW and multiple <= 64:
             notes.append(f"by the shapes one of {', '.join(map(str, divisors))}")

@@ -157,9 +157,9 @@ def under_first_names(mapping: MappingTable, tree: SourceTree) -> None:
             continue
         (second,), (first, *_) = rule.entries(source), other.entries(source)
         for tensors in (tree.weights, *(t for state in tree.states for t in state.sections.values())):
-            for weight in [weight for weight in tensors if second.path.match(weight) is not None]:
-                values = second.path.match(weight) or {}
-                tensors[first.path.format(values)] = tensors.pop(weight)
+            for weight, values in [(weight, second.path.match(weight)) for weight in tensors]:
+                if values is not None:
+                    tensors[first.path.format(values)] = tensors.pop(weight)
 
 
 def _pairs(mapping: MappingTable, source: str) -> Iterator[tuple[Rule, Rule]]:
