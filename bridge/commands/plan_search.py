@@ -63,6 +63,7 @@ def options_to_repeat(scenario: ScenarioOptions, training: TrainingOptions) -> l
     changed = {
         "optimizer": training.optimizer if training.optimizer != "adamw" else None,
         "moments": training.moments,
+        "offload": training.offload,
         "memory": scenario.memory,
         "reserve": scenario.reserve if scenario.reserve != "10%" else None,
     }

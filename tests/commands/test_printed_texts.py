@@ -29,7 +29,7 @@ from bridge.commands.output import Console, print_line
 from bridge.commands.plan_search import _how_to_check, options_to_repeat
 from bridge.compiling import compiled
 from bridge.compiling.compiled import CompiledCheck, Line
-from bridge.parity.compare import run as parity_run
+from bridge.parity.compare import parity as parity_run
 from bridge.planning import Workload
 from bridge.planning.answers.search import FewestDevices, Finding, LargestBatch, Nearest, Way
 from bridge.planning.answers.search_report import answers
@@ -148,7 +148,13 @@ def searches() -> None:
     print(*answers(FINDINGS), *answers(FINDINGS[:1]), sep="\n")
     for memory, reserve, optimizer, listed in (("80GB", "5%", "lion", ["a b"]), (None, "10%", "adamw", None)):
         asked: Any = SimpleNamespace(
-            memory=memory, reserve=reserve, optimizer=optimizer, moments=memory, frozen=listed, stacked=listed
+            memory=memory,
+            reserve=reserve,
+            optimizer=optimizer,
+            moments=memory,
+            offload=memory,
+            frozen=listed,
+            stacked=listed,
         )
         for model, saved in (("my model", None), ("llama3-8b", Path("a b")), ("deepseek-v3", None)):
             print(_how_to_check(SEARCHED, model, saved, options_to_repeat(asked, asked)))
@@ -159,7 +165,7 @@ def on_terminal() -> None:
     print_line(terminal, "few words  ")
     summary: Any = SimpleNamespace(
         summary=lambda: "title", tensors=(), left_alone={"old.bin": "odd"}, key_types={"rng": "fry"}, objects={},
-        unreadable={"w": "pickled"},
+        unreadable={"w": "pickled"}, certificate=None,
     )  # fmt: skip
     inspect._print(terminal, summary, inspect.DrawingOptions())
 

@@ -19,12 +19,10 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
 from bridge.compiling import target_leg, target_plan
-from bridge.compiling.batch_shapes import BatchArray
 from bridge.compiling.leg_process import Leg, LegError
 from bridge.compiling.machines import compilers, tpu_text
-from bridge.compiling.machines.cards import CARDS
-from bridge.compiling.machines.targets import target_named
-from bridge.compiling.target_step import StepRequest
+from bridge.compiling.machines.targets import CARDS, target_named
+from bridge.compiling.target_step import BatchArray, StepRequest
 from bridge.planning import PlanError, Workload, parse_policy
 from bridge.planning.cost.optimizers import Optimizer
 from tests.support.processes import importing_from

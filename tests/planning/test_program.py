@@ -96,6 +96,8 @@ def test_an_operation_reads_and_writes_the_parts_that_it_uses(line: str, element
             [UPDATE, f"%s {SLICE}", f"ROOT %t = ({WHOLE}, {PART}) tuple(%d, %s)"],
             100 + 1 + 100,
         ),
+        # An update that is calculated with: the whole is read.
+        (WHOLE, [UPDATE, f"ROOT %n = {WHOLE} negate(%d)"], 1000 + 50 + 1 + 1000),
         # What is no result of one size needs all of its operands, and no more than all.
         (
             "f32[10]{0}",

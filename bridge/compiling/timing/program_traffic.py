@@ -90,7 +90,7 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
             needed += user.arrays[0].size
         elif user.op == "dynamic-update-slice" and user.operands[0] == value.name:
             # In place if the whole is the fusion's result; otherwise the whole is copied.
-            needed += 0 if _written(inner, user) < size else size
+            needed += 0 if _is_result(inner, user) else size
         elif user.op == "tuple" and user.is_root:
             needed += size
         elif user.op in _ELEMENTWISE and sum(array.size for array in user.arrays) == size:
@@ -99,6 +99,14 @@ def _demand(inner: Computation, value: Operation, known: dict[str, int]) -> int:
             needed += size
     known[value.name] = min(size, needed)
     return known[value.name]
+
+
+def _is_result(inner: Computation, value: Operation) -> bool:
+    """Whether a value is only returned by the fusion, perhaps moved."""
+    return value.is_root or all(
+        (user.op == "tuple" and user.is_root) or (user.op in _MOVED and _is_result(inner, user))
+        for user in inner.users.get(value.name, [])
+    )
 
 
 def _written(inner: Computation, value: Operation) -> int:

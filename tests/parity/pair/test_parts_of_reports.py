@@ -12,10 +12,9 @@ from bridge.parity.causes.causes import _offset, statistics_cause
 from bridge.parity.curves.verdict import growth
 from bridge.parity.partners.rows import BUFFER, Stage
 from bridge.parity.report_page.depth import Axis, worst
-from bridge.parity.report_page.html import histogram
+from bridge.parity.report_page.html import histogram, tree_of
 from bridge.parity.report_page.markup import alone, facts_of, number, shade, times
 from bridge.parity.report_page.report import ParityReport
-from bridge.parity.report_page.tree import tree_of
 from bridge.parity.stages.rerun_module import rounding
 from tests.parity.pair.reports import llama, row
 
