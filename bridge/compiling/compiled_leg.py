@@ -7,11 +7,12 @@ programs are compiled for shapes. The two programs of a step, gradients and upda
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from bridge.compiling.device_bytes import allocated, held
 from bridge.compiling.target_step import StepRequest
 from bridge.planning.cost.optimizers import CONSTANTS
 from bridge.planning.models.runtimes import framework
@@ -60,6 +61,23 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         "traced": [[*key, calls] for key, calls in sorted(traced.items())],
         "compiled": [[*key, calls] for key, calls in sorted(kept.items())],
     }
+
+
+def held(arrays: Iterable[Any]) -> int:
+    """Bytes of arrays with a sharding, also abstract ones."""
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+
+
+def allocated(program: Any) -> dict[str, int]:
+    """Bytes of a ``jax.stages.Compiled``. ``total``: the most bytes of it that are alive during a run."""
+    analysis = program.memory_analysis()
+    parts = {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+    }
+    return {**parts, "total": sum(parts.values()) - 2 * parts["aliased"]}
 
 
 if __name__ == "__main__":

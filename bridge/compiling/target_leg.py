@@ -17,7 +17,7 @@ import time
 import warnings
 from typing import Any
 
-from bridge.compiling import device_bytes
+from bridge.compiling import compiled_leg
 from bridge.compiling.compile_cache import key_of, load, save
 from bridge.compiling.leg_process import serve
 from bridge.compiling.machines import tpu_text
@@ -130,7 +130,7 @@ def _model(step: str) -> Any:
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
     """Bytes on one device. ``beside``: alive, but no argument of the program. ``peak``: alive during the program."""
-    allocated = device_bytes.allocated(program)
+    allocated = compiled_leg.allocated(program)
     arguments = {
         "gradients": ("weights", "batch", "variables"),
         "update": ("weights", "moments", "gradients"),
@@ -162,7 +162,7 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
 def _bytes(tree: Any, on_host: bool = False) -> int:
     """Bytes on one device, or of its part in the host's memory."""
     leaves = framework("jax").tree.leaves(tree)
-    return device_bytes.held(leaf for leaf in leaves if (leaf.sharding.memory_kind == _HOST) == on_host)
+    return compiled_leg.held(leaf for leaf in leaves if (leaf.sharding.memory_kind == _HOST) == on_host)
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 import jax_impl
-from bridge.compiling.device_bytes import allocated
+from bridge.compiling.compiled_leg import allocated
 from bridge.compiling.target_step import StepRequest
 from bridge.planning import Workload, make_plan, parse_policy, resolve_models
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss

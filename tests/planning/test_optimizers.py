@@ -14,7 +14,7 @@ from flax import nnx
 
 import jax_impl
 import jax_impl.models
-from bridge.compiling import device_bytes
+from bridge.compiling import compiled_leg
 from bridge.compiling.compiled import check_compiled
 from bridge.compiling.target_step import StepRequest
 from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
@@ -297,7 +297,7 @@ def test_state_of_scanned_layers_at_rest_in_jax(name: str) -> None:
         Workload(),
         optimizer=chosen,
     )
-    held = device_bytes.held(jax.tree.leaves(state.opt_state)) - device_bytes.held(counters)
+    held = compiled_leg.held(jax.tree.leaves(state.opt_state)) - compiled_leg.held(counters)
     assert planned.at_rest.moments.allocated == held
 
 

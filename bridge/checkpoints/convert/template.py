@@ -25,9 +25,18 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.checkpoints.convert.both_reader import OWN, BothReader
-from bridge.checkpoints.convert.leaf_names import is_count, is_state, moment_of, tells_of_state
-from bridge.checkpoints.convert.template_numbers import Number, number_of, stored_as, typed_as
+from bridge.checkpoints.convert.template_leaves import (
+    OWN,
+    BothReader,
+    Number,
+    is_count,
+    is_state,
+    moment_of,
+    number_of,
+    stored_as,
+    tells_of_state,
+    typed_as,
+)
 from bridge.checkpoints.ground.outputs import kind_of as kind_of_dtype
 from bridge.checkpoints.ground.selection import readable_values
 from bridge.core.formats import Format, format_named, open_checkpoint

@@ -44,7 +44,11 @@ class TreeReader(ComputedReader):
         )
         shapes = (name for name, leaf in self._leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct))
         self.unreadable = dict.fromkeys(shapes, reason)
-        self.fingerprint = self._digest()
+        digest = hashlib.sha256(f"{self.objects} {self.kinds}".encode())
+        for name, info in self.tensors.items():
+            crc = "" if name in self.unreadable else array_checksum(self.read(name))
+            digest.update(f"{name} {info.shape} {info.dtype} {crc}\n".encode())
+        self.fingerprint = digest.hexdigest()[:16]
 
     def _add(self, name: str, path: TreePath, leaf: Any) -> None:
         if isinstance(leaf, int | float | np.generic):
@@ -75,14 +79,6 @@ class TreeReader(ComputedReader):
             raise CheckpointError(f"{self.path}: {name}: {self.unreadable[name]}")
         whole = np.asarray(self._leaves[name])
         return np.array(whole if box is None else whole[box.slices()], order="C")
-
-    def _digest(self) -> str:
-        digest = hashlib.sha256(f"{self.objects} {self.kinds}".encode())
-        for name, leaf in self._leaves.items():
-            info = self.tensors[name]
-            crc = None if name in self.unreadable else array_checksum(np.ascontiguousarray(leaf))
-            digest.update(f"{name} {info.shape} {info.dtype} {crc}\n".encode())
-        return digest.hexdigest()[:16]
 
 
 def _is_empty(node: object) -> bool:

@@ -114,6 +114,10 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
         manifests = [manifest_path(manifest_home(home_of(part))) for part in parts]
         manifest = all(path.is_file() for path in manifests)
+        content = manifests[0].read_bytes() if manifest else b""
+        _, certificate, problem = without_certificate(content)
+        if problem:
+            reasons[manifests[0].name] = problem
         return Summary(
             place_of(path),
             reader.format,
@@ -125,19 +129,8 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
             key_types(reader),
             left_alone(reader),
             {name: reader.object_paths[name] for name in objects},
-            _certificate(manifests[0], reasons) if manifest else None,
+            certificate,
         )
-
-
-def _certificate(manifest: Path, reasons: dict[str, str]) -> Certificate | None:
-    """The certificate in a manifest; None, with the reason, if it cannot be read."""
-    try:
-        _, certificate, problem = without_certificate(manifest.read_bytes())
-    except OSError as error:
-        certificate, problem = None, str(error)
-    if problem:
-        reasons[manifest.name] = problem
-    return certificate
 
 
 def chunk_lines(tensors: Sequence[TensorInfo], width: int = 64) -> list[str]:
