@@ -28,11 +28,12 @@ RUNTIME_CALLS = {ROOT / "bridge" / "compiling" / "machines" / "compilers.py"}
 # What sharding may import: names of dtypes, the limits that every text file is read with, words of messages, and views,
 # which import jinja2 when a notebook asks for one.
 BELOW = {"bridge.core.dtype_names", "bridge.core.text", "bridge.core.text_files", "bridge.core.views"}
-# These hold one framework's side of a pair of models.
+# These hold one framework's side of a pair of models, or of a conversion.
 PAIR = ROOT / "bridge" / "parity"
 RUNTIME_SIDES = {
     ROOT / "bridge" / "checkpoints" / "prove" / "torch_step.py": TORCH,
     ROOT / "bridge" / "checkpoints" / "prove" / "optax_step.py": JAX,
+    ROOT / "bridge" / "checkpoints" / "convert" / "tree_reader.py": JAX,
     **dict.fromkeys(PAIR.glob("torch/*.py"), TORCH),
     **dict.fromkeys(PAIR.glob("jax/*.py"), JAX),
     ROOT / "bridge" / "examples" / "files" / "parity" / "torch_model.py": TORCH,

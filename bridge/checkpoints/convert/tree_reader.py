@@ -71,7 +71,7 @@ class TreeReader(ComputedReader):
         else:
             raise CheckpointError(
                 f"{self.path}: {name}: expected an array, a shape with a dtype, a number or text, got "
-                f"{type(leaf).__name__}"
+                f"{type(leaf).__name__} (for a PyTorch state, give the path of a file that torch.save wrote)"
             )
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
