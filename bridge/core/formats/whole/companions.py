@@ -215,7 +215,9 @@ def _is_weights(name: str) -> bool:
 
 def _reason(name: str, index: str) -> str:
     if TRAINING_STATE.match(name):
-        return "training state, which no file of weights contains"
+        way = 'torch.save({"model": model.state_dict(), "optimizer": torch.load(this file)}, FILE)'
+        both = f"; {way} is a checkpoint with both" if name.startswith("optimizer") else ""
+        return f"training state, which no file of weights contains{both}"
     if name.startswith(ADAPTER):
         return "an adapter (merge it: --merge-adapter)"
     if name.endswith(".distcp"):
