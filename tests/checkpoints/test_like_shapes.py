@@ -21,7 +21,7 @@ from bridge.checkpoints.convert.tree_reader import TreeReader
 from bridge.core.formats.tensors.base import CheckpointReader
 from bridge.core.formats.tensors.leaves import tree_kinds
 from tests.support.bridge.torch_layouts import LAYOUTS
-from tests.support.bridge.trainings import CHAINS, MAPPING, Model, OptaxTraining, TorchTraining, adamw
+from tests.support.bridge.trainings import CHAINS, MAPPING, Model, OptaxTraining, TorchTraining, adamw, batch
 from tests.support.bridge.verify_files import contents
 
 PARAMS = {"first": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "last": [jnp.ones(2), {}]}
@@ -101,6 +101,44 @@ def test_shapes_are_enough_where_the_source_has_values(tmp_path: Path, source: P
         state = standard.restore(tmp_path / "by_shapes", shapes)
     adamw().update(state["params"], state["opt_state"], state["params"])
     assert int(state["opt_state"][0].count) == 3
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 3, param_dtype=jnp.float64, rngs=rngs)
+        self.last = nnx.Linear(3, 2, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def test_an_nnx_optimizer_goes_on_where_torch_stopped(tmp_path: Path, source: Path) -> None:
+    def start() -> tuple[Net, nnx.Optimizer[Net]]:
+        model = Net(nnx.Rngs(5))
+        return model, nnx.Optimizer(
+            model, optax.chain(optax.clip_by_global_norm(9.0), adamw()), wrt=nnx.Param
+        )
+
+    def state_of(model: Net, optimizer: nnx.Optimizer[Net]) -> dict[str, nnx.State]:
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+    shapes = nnx.eval_shape(lambda: state_of(*start()))
+    report = convert(source, tmp_path / "a", mapping=MAPPING, like=shapes)
+    assert report.filled == {"optimizer/step/value": "the source's step, 3"}
+    model, optimizer = start()
+    with ocp.StandardCheckpointer() as standard:
+        state = standard.restore(tmp_path / "a", shapes)
+    nnx.update(model, state["model"])
+    nnx.update(optimizer, state["optimizer"])
+    torch_side = TorchTraining(CHAINS[0], seed=1)
+    torch_side.train(0, 3)
+    losses = []
+    for step in range(3, 8):
+        x, y = batch(step)
+        loss, gradients = nnx.value_and_grad(lambda net, x=x, y=y: jnp.mean((net(x) - y) ** 2))(model)
+        optimizer.update(model, gradients)
+        losses.append(float(loss))
+    assert losses == pytest.approx(torch_side.train(3, 5), rel=1e-6)
 
 
 def test_a_shape_without_a_value_anywhere_is_refused_by_name(tmp_path: Path, source: Path) -> None:
