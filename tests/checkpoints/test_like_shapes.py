@@ -14,6 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 from flax import nnx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from bridge import CheckpointError, ConvertOptions, Selection, convert, open_checkpoint, prove
 from bridge.checkpoints.convert.plan import conversion_key, planned
@@ -23,6 +25,7 @@ from bridge.core.formats.tensors.leaves import tree_kinds
 from tests.support.bridge.torch_layouts import LAYOUTS
 from tests.support.bridge.trainings import CHAINS, MAPPING, Model, OptaxTraining, TorchTraining, adamw, batch
 from tests.support.bridge.verify_files import contents
+from tests.support.ranks import RankGroup
 
 PARAMS = {"first": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "last": [jnp.ones(2), {}]}
 
@@ -38,6 +41,21 @@ def described(reader: CheckpointReader) -> dict[str, Any]:
     values = {name: reader.read(name).tolist() for name in reader.tensors}
     objects = {name: (reader.object_paths[name], reader.objects[name]) for name in reader.objects}
     return {"tensors": tensors, "values": values, "objects": objects, "kinds": tree_kinds(reader)}
+
+
+@jax.tree_util.register_pytree_node_class
+class Own:
+    """A class of the program's own, whose leaves have positions and no names."""
+
+    def __init__(self, *leaves: Any) -> None:
+        self.leaves = leaves
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return self.leaves, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: tuple[Any, ...]) -> Own:
+        return cls(*leaves)
 
 
 def trees() -> dict[str, object]:
@@ -58,6 +76,7 @@ def trees() -> dict[str, object]:
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     return {
         "ints": {7: jnp.ones(1)},
+        "own": {"a": Own(jnp.ones(2), 3)},
         **{str(chain): {"params": PARAMS, "opt_state": chain.optax().init(PARAMS)} for chain in CHAINS},
         "further": further,
         "nnx": {"model": nnx.state(model), "opt": nnx.state(optimizer)},
@@ -152,11 +171,125 @@ def test_a_shape_without_a_value_anywhere_is_refused_by_name(tmp_path: Path, sou
         assert reader.read("ema").tolist() == [0, 1, 2]
 
 
-def test_another_leaf_is_refused_by_name() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"a/b: expected an array, a shape with a dtype, .*, got object"
-    ):
-        TreeReader({"a": {"b": object()}})
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"a": {"b": object()}}, r"a/b: expected an array, a shape with a dtype, .*, got object"),
+        ({"a": torch.ones(1)}, r"got Tensor \(for a PyTorch state, give the path of a file that torch.save"),
+        ({"a": 2**70}, r"a: expected an array, .*, got ndarray"),
+        ({"a/b": 1, "a": {"b": 2}}, r"expected a tree of leaves with different names, got 'a/b'"),
+        (jnp.ones(1), r"expected a tree of leaves with different names, got ''"),
+        ({}, r"expected a tree of leaves with different names, got ''"),
+    ],
+)
+def test_a_tree_that_is_no_template_is_refused_by_name(tree: object, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        TreeReader(tree)
+
+
+def test_a_deleted_array_is_refused_by_name() -> None:
+    array = jnp.ones(1)
+    array.delete()
+    with pytest.raises(CheckpointError, match=r"a: expected an array, .*, got a deleted array"):
+        TreeReader({"a": array})
+
+
+def test_a_shape_of_a_key_has_its_implementation() -> None:
+    with TreeReader(jax.eval_shape(lambda: {"a": jax.random.key(0, impl="rbg")})) as reader:
+        assert (reader.kinds, reader.tensors["a"].shape) == ({"a": "key<rbg>"}, (4,))
+
+
+def scheduled() -> optax.GradientTransformation:
+    return adamw(lambda count: 1e-2 / (1 + count))
+
+
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [
+        (lambda params, state: (params, state), ["1/2/count"]),
+        (lambda params, state: {"params": params, "tx_state": state}, ["tx_state/2/count"]),
+        (
+            lambda params, state: {"run": {"params": params, "opt_state": state, "step": 0}},
+            ["run/opt_state/2/count", "run/step"],
+        ),
+        (
+            lambda params, state: [{"w": params, "o": {"state": state}, "n": {"step": 0}}],
+            ["0/o/state/2/count"],
+        ),
+    ],
+)
+def test_counts_follow_wherever_the_optimizers_state_is(
+    tmp_path: Path, source: Path, place: Any, counts: list[str]
+) -> None:
+    params = initial()["params"]
+    report = convert(source, tmp_path / "a", mapping=MAPPING, like=place(params, scheduled().init(params)))
+    filled = {name: content for name, content in report.filled.items() if content != "as in the template"}
+    assert filled == dict.fromkeys(counts, "the source's step, 3")
+    # The state of another optimizer is as unwelcome there as elsewhere.
+    for other, said in ((optax.amsgrad(1e-2), "nu_max"), (optax.sgd(0.1, momentum=0.9), "another optimizer")):
+        with pytest.raises(CheckpointError, match=said):
+            convert(source, tmp_path / "b", mapping=MAPPING, like=place(params, other.init(params)))
+
+
+def test_numbers_of_a_template_that_may_mean_either_weight_are_refused(tmp_path: Path) -> None:
+    weights = {name: {"kernel": jnp.eye(3), "bias": jnp.ones(3)} for name in ("first", "last")}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "source", {"params": weights, "opt_state": adamw().init(weights)})
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, dtype=torch.float64) for name in weights})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.ones(1, 3, dtype=torch.float64)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "like.pt")
+    options: dict[str, Any] = {"mapping": MAPPING, "like": tmp_path / "like.pt"}
+    with pytest.raises(CheckpointError, match=r"nothing tells which number .*--optimizer-order model"):
+        convert(tmp_path / "source", tmp_path / "a", **options)
+    convert(tmp_path / "source", tmp_path / "a", optimizer_order="model", **options)
+    with open_checkpoint(tmp_path / "a") as reader:
+        assert reader.read("optimizer.state.2.exp_avg").tolist() == np.zeros((3, 3)).tolist()
+    # Without the source's state, the template's begins anew.
+    report = convert(tmp_path / "source", tmp_path / "b", selection=Selection(weights_only=True), **options)
+    assert report.filled["optimizer.state.2.exp_avg"] == "as in the template"
+
+
+@pytest.mark.parametrize("tied", [None, "once", "both"])
+def test_both_names_of_a_tied_weight_get_the_sources_values(tmp_path: Path, tied: Any) -> None:
+    rules = [
+        {"torch": "embed.weight : v m", "jax": "embed/embedding : v m"},
+        {
+            "torch": "head.weight : v m",
+            "jax": "head/kernel : m v",
+            "optional": True,
+            "tied_to": "embed.weight",
+        },
+    ]
+    table = jnp.arange(12.0).reshape(4, 3)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "source", {"params": {"embed": {"embedding": table}}})
+    weight = torch.zeros(4, 3, dtype=torch.float64)
+    torch.save({"model": {"embed.weight": weight, "head.weight": weight}}, tmp_path / "like.pt")
+    options: dict[str, Any] = {"mapping": {"rule": rules}, "tied": tied}
+    report = convert(tmp_path / "source", tmp_path / "a", like=tmp_path / "like.pt", **options)
+    assert report.filled == {}
+    with open_checkpoint(tmp_path / "a") as reader:
+        for name in ("model.embed.weight", "model.head.weight"):
+            assert np.array_equal(reader.read(name), table)
+
+
+def meta_of_fsdp(path: str) -> None:
+    with torch.device("meta"):
+        model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    torch.save({"model": model.state_dict()}, path)
+
+
+def test_shards_on_the_meta_device_are_a_template(tmp_path: Path, ranks: RankGroup) -> None:
+    ranks.run(1, meta_of_fsdp, str(tmp_path / "meta.pt"))
+    side = OptaxTraining(CHAINS[0], TorchTraining(CHAINS[0], seed=1).weights())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "source", {"params": side.params})
+    convert(tmp_path / "source", tmp_path / "a", mapping=MAPPING, like=tmp_path / "meta.pt")
+    with open_checkpoint(tmp_path / "a") as reader:
+        assert np.array_equal(reader.read("model.first.weight"), side.params["first"]["kernel"].T)
 
 
 def test_a_template_with_other_values_is_another_conversion(source: Path) -> None:

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 
 from bridge.checkpoints.convert.found_mapping import found_mapping, why_mapping
-from bridge.checkpoints.convert.template import Fitted, Template, step_of_template, template_at
+from bridge.checkpoints.convert.template import Template, step_of_template, template_at
+from bridge.checkpoints.convert.template_leaves import Fitted
 from bridge.checkpoints.ground.checked import checked, manifest_home
 from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values, require_no_tensors
@@ -331,8 +332,7 @@ def _chosen(
 
 def _files_of(reader: CheckpointReader, role: str = "source") -> tuple[tuple[Path, ...], str]:
     """The files of an opened checkpoint, none if they are in a store, and their digest."""
-    # A checkpoint in a store, or a tree in memory.
-    if (fingerprint := getattr(reader, "fingerprint", None)) is not None:
+    if (fingerprint := getattr(reader, "fingerprint", None)) is not None:  # in a store, or in memory
         return (), fingerprint
     # What is salvaged may lack files.
     files = tuple(file for file in reader.files() if file.exists())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,9 @@ import numpy as np
 from bridge.checkpoints.convert.template_leaves import (
     OWN,
     BothReader,
+    Fitted,
     Number,
+    OptimizerRoots,
     is_count,
     is_state,
     moment_of,
@@ -64,7 +66,7 @@ from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
 from bridge.core.mapping.states.equal_names import SOURCE, TARGET, table_of_equal_names
 from bridge.core.mapping.states.notes import PLACES, kind_of
-from bridge.core.mapping.states.numbered_states import NamedStates, with_named_states
+from bridge.core.mapping.states.numbered_states import NamedStates, is_numbered, unnamed, with_named_states
 from bridge.core.mapping.states.optimizers import refused, remarks
 from bridge.core.mapping.states.plain_states import plain_paths, with_plain_states
 from bridge.core.mapping.states.source_tree import NameIndex, find
@@ -75,23 +77,6 @@ _LISTS = frozenset({"params", "param_names"})
 
 _MOST_PROBLEMS = 8
 _UNCHANGED = "as in the template"
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A plan with exactly the template's leaves, and the reader that has them and the source's.
-
-    casts: to the template's dtypes where the source's differ, by patterns that each match one name. filled: by name in
-    the destination, the content of each leaf that the source lacks. mapping, sides: the translation and its conventions
-    of source and template, also between equal names.
-    """
-
-    plan: TranslationPlan
-    reader: CheckpointReader
-    casts: Mapping[str, np.dtype] = field(default_factory=dict)
-    filled: Mapping[str, str] = field(default_factory=dict)
-    mapping: MappingTable | None = None
-    sides: tuple[str, str] | None = None
 
 
 @contextmanager
@@ -146,9 +131,19 @@ class Template:
         named = with_named_states(with_plain_states(self.reader, table), table, order)
         tree = find(named.tensors.values(), table, into, str(self.reader.path))
         plan = make_plan(source, to, table, into=tree.convention, from_=from_, wanted=tree.weights)
+        rules = NameIndex(table.rules, tree.convention.name)
+        lacking = [w for w, info in tree.weights.items() if joined_name(info.path, to) not in plan.tensors]
+        if any(rule.tied_to for weight in lacking for rule in rules.rules_of(weight)):
+            # The program restores one parameter under both names, and may keep the second one's values.
+            both = dataclasses.replace(table, tied="both")
+            plan = make_plan(source, to, both, into=tree.convention, from_=from_, wanted=tree.weights)
         assert plan.conventions is not None  # it has a mapping
         told, sides = plan.remarks, plan.conventions
-        if any(moment_of(tensor.path) for tensor in plan.tensors.values()):
+        roots = OptimizerRoots.of(tree)
+        if any(moment_of(roots.usual(tensor.path)) for tensor in plan.tensors.values()):
+            for info in tree.others.values():
+                if is_numbered(info.path) and not tree.convention.is_tree:
+                    raise CheckpointError(unnamed(self.reader, info.path[:-3]))
             # The template's state is read as strictly as a source's: its names may mean other values.
             convention = table.conventions[plan.conventions[0]]
             index = NameIndex(table.rules, tree.convention.name, moments=True)
@@ -159,7 +154,8 @@ class Template:
         plan = dataclasses.replace(
             plan, conventions=plan.conventions if translated else None, remarks=tuple(dict.fromkeys(told))
         )
-        fitted = _Fit(source, self.reader, named, plain_paths(self.reader, table), plan, to).fitted()
+        plain = plain_paths(self.reader, table)
+        fitted = _Fit(source, self.reader, named, plain, plan, to, roots.usual).fitted()
         return dataclasses.replace(fitted, mapping=table, sides=sides)
 
 
@@ -167,7 +163,7 @@ class Template:
 class _Fit:
     """The work of `Template.fitted`. named: the template with names for numbers and without wrappers, from ``plain``.
 
-    plan: at the template's places.
+    plan: at the template's places. usual: see `OptimizerRoots`.
     """
 
     source: CheckpointReader
@@ -176,6 +172,7 @@ class _Fit:
     plain: Mapping[TreePath, TreePath]
     plan: TranslationPlan
     to: Format
+    usual: Callable[[TreePath], TreePath]
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
     objects: dict[str, tuple[TreePath, str]] = field(default_factory=dict)
     notes: dict[str, tuple[TreePath, object]] = field(default_factory=dict)
@@ -210,14 +207,14 @@ class _Fit:
         if planned is None and (value := self._value_at(planned_name)) is not None:
             content = self._stored(name, value, info)
         elif planned is None:
-            step = self._step_at(info.path) if is_count(info.path) and info.numel == 1 else None
+            step = self._step_at(info.path) if is_count(self.usual(info.path)) and info.numel == 1 else None
             if step is None:
                 if (reason := unreadable(self.template).get(own)) is not None:
                     self.problems.append(f"{name}: {reason}")
                 content, self.filled[name] = identity(OWN + own, info.shape, info.dtype), _UNCHANGED
             else:
                 content, self.filled[name] = self._stored(name, step, info), f"the source's step, {step}"
-        elif is_count(info.path) and info.numel == 1:
+        elif is_count(self.usual(info.path)) and info.numel == 1:
             content = self._stored(name, self._number(planned), info)
         else:
             content = planned.content
@@ -250,7 +247,8 @@ class _Fit:
         value = value_of(self.template, own)
         planned, given = self.plan.tensors.get(planned_name), self._value_at(planned_name)
         if path[-1] in _LISTS or (given is None and planned is None):
-            step = self._step_at(path) if is_count(path) and isinstance(value, int | float) else None
+            is_step = is_count(self.usual(path)) and isinstance(value, int | float)
+            step = self._step_at(path) if is_step else None
             if step is not None:
                 self.notes[name], self.filled[name] = (path, step), f"the source's step, {step}"
                 return
@@ -296,7 +294,7 @@ class _Fit:
                 continue
             if tensor.path in scales:
                 self.tensors[name] = tensor
-            elif moment_of(tensor.path) is None and not is_state(tensor.path):
+            elif moment_of(self.usual(tensor.path)) is None and not is_state(self.usual(tensor.path)):
                 weights[name] = first_of(tensor.sources)
             else:
                 yield from tensor.sources or (name,)
@@ -328,7 +326,7 @@ class _Fit:
         own_paths = (self._planned_path(info.path) for info in self.template.tensors.values())
         for owners, of_side in zip(sides, (paths, own_paths), strict=True):
             for path in of_side:
-                if (moment := moment_of(path)) is not None:
+                if (moment := moment_of(self.usual(path))) is not None:
                     owners.setdefault(moment[0], set()).add(moment[1])
         ours, theirs = sides
         self.problems += [
@@ -368,7 +366,7 @@ class _Fit:
         others = [
             info
             for info in self.template.tensors.values()
-            if info.path[: len(node)] == node and tells_of_state(info)
+            if info.path[: len(node)] == node and tells_of_state(info, self.usual(info.path))
         ]
         if others and not any(self._planned_name(info.path) in self.plan.tensors for info in others):
             return None
@@ -385,7 +383,8 @@ class _Fit:
         """A planned count for each different step of the source's optimizer."""
         values: dict[int, str] = {}
         for name, tensor in self.plan.tensors.items():
-            is_step = is_count(tensor.path) and not tensor.shape and str(tensor.path[0]) in OPTIMIZER_KEYS
+            path = self.usual(tensor.path)
+            is_step = is_count(path) and not tensor.shape and str(path[0]) in OPTIMIZER_KEYS
             if is_step and (step := typed_as(self._number(tensor), 0)) is not None:
                 values.setdefault(int(step), name)
         return {name: value for value, name in values.items()}

@@ -1,4 +1,4 @@
-"""The leaves of a template: what their paths say, numbers of a source for them, and both sides' leaves in one reader.
+"""The leaves of a template: what their paths say, numbers of a source for them, both sides in one reader and plan.
 
 source            template          destination
 int, float, 0-d   0-d tensor        whole numbers exactly; fractions rounded to a floating-point dtype
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, 
 from bridge.core.formats.tensors.leaves import kinds_of
 from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked
 from bridge.core.mapping.language.conventions import MOMENTS, WORDS, Section
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.plan.plan import TranslationPlan
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS
+from bridge.core.mapping.states.source_tree import SourceTree
 
 _STEPS = frozenset({"step", "count", "gradient_step"})
 """Last keys of step counts: of torch, optax and MaxText; ``gradient_step`` of ``optax.MultiSteps``."""
@@ -47,17 +51,46 @@ def is_count(path: TreePath) -> bool:
     )
 
 
-def tells_of_state(info: TensorInfo) -> bool:
-    """Whether a tensor's origin tells the origin of a count next to it: an array's, or an optimizer's number's.
+def tells_of_state(info: TensorInfo, path: TreePath) -> bool:
+    """Whether the origin of a tensor, with this usual path, tells the origin of a count next to it.
 
-    A random key begins anew in any program.
+    It does for an array, and for an optimizer's number. A random key begins anew in any program.
     """
-    is_number_of_state = _below_optimizer(info.path) and not is_count(info.path)
-    return info.path[-1] not in _KEYS and (bool(info.shape) or is_number_of_state)
+    is_number_of_state = _below_optimizer(path) and not is_count(path)
+    return path[-1] not in _KEYS and (bool(info.shape) or is_number_of_state)
 
 
 def _below_optimizer(path: TreePath) -> bool:
     return any(part in OPTIMIZER_KEYS for key in path for part in str(key).split("."))
+
+
+@dataclass(frozen=True)
+class OptimizerRoots:
+    """Where the optimizer states of a tree begin, such as ("state", "opt_state"), or (1,) in a tuple with weights."""
+
+    roots: tuple[TreePath, ...]
+
+    @staticmethod
+    def of(tree: SourceTree) -> OptimizerRoots:
+        """The shortest paths above moments that are not above weights."""
+        roots: dict[TreePath, None] = {}
+        weights = [info.path for info in tree.weights.values()]
+        for section in (section for state in tree.states for section in state.sections.values()):
+            path = next((info.path for info in section.values()), ())
+            above = {weight[:depth] for weight in weights for depth in range(len(weight))}
+            root = next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in above), ())
+            if root and not _below_optimizer(root[:1]):
+                roots[root] = None
+        return OptimizerRoots(tuple(roots))
+
+    def usual(self, path: TreePath) -> TreePath:
+        """A path as in a tree with ``opt_state`` at its root, and with a step next to it."""
+        for root in self.roots:
+            if path[: len(root)] == root:
+                return ("opt_state", *path[len(root) :])
+            if len(root) > 1 and path[: len(root) - 1] == root[:-1]:
+                return path[len(root) - 1 :]
+        return path
 
 
 def moment_of(path: TreePath) -> tuple[TreePath, Section] | None:
@@ -134,3 +167,20 @@ class BothReader(AlteredReader):
     def _object(self, name: str) -> object:
         reader = self._template if name.startswith(OWN) else self._reader
         return reader.objects[name.removeprefix(OWN)]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan with exactly the template's leaves, and the reader that has them and the source's.
+
+    casts: to the template's dtypes where the source's differ, by patterns that each match one name. filled: by name in
+    the destination, the content of each leaf that the source lacks. mapping, sides: the translation and its conventions
+    of source and template, also between equal names.
+    """
+
+    plan: TranslationPlan
+    reader: CheckpointReader
+    casts: Mapping[str, np.dtype] = field(default_factory=dict)
+    filled: Mapping[str, str] = field(default_factory=dict)
+    mapping: MappingTable | None = None
+    sides: tuple[str, str] | None = None

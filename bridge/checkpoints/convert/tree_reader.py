@@ -36,6 +36,10 @@ class TreeReader(ComputedReader):
         for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_empty):
             path = tuple(key_of(key) for key in keys)
             name = "/".join(map(str, path))
+            if not path or name in paths:
+                raise CheckpointError(
+                    f"{self.path}: expected a tree of leaves with different names, got {name!r}"
+                )
             paths[name] = path
             self._add(name, path, leaf)
         self.object_paths = {name: paths[name] for name in self.objects}
@@ -53,11 +57,22 @@ class TreeReader(ComputedReader):
     def _add(self, name: str, path: TreePath, leaf: Any) -> None:
         if isinstance(leaf, int | float | np.generic):
             self.kinds[name], leaf = SCALAR, np.asarray(leaf)
-        elif hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            shape = jax.eval_shape(jax.random.key_data, leaf)
-            self.kinds[name] = key_kind(str(jax.random.key_impl(leaf)))
+        elif isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(
+            leaf.dtype, jax.dtypes.prng_key
+        ):
+            kinds: list[str] = []
+
+            def data(key: jax.Array) -> jax.Array:
+                # Only a traced key tells the implementation of a shape.
+                kinds.append(key_kind(str(jax.random.key_impl(key))))
+                return jax.random.key_data(key)
+
+            shape = jax.eval_shape(data, leaf)
+            (self.kinds[name],) = kinds
             leaf = jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else shape
-        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        is_deleted = isinstance(leaf, jax.Array) and leaf.is_deleted()
+        is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        if is_array and not is_deleted and leaf.dtype != object:
             self._leaves[name] = leaf
             self.tensors[name] = TensorInfo(
                 name, path, tuple(leaf.shape), np.dtype(leaf.dtype), (Box.whole(leaf.shape),)
@@ -71,7 +86,8 @@ class TreeReader(ComputedReader):
         else:
             raise CheckpointError(
                 f"{self.path}: {name}: expected an array, a shape with a dtype, a number or text, got "
-                f"{type(leaf).__name__} (for a PyTorch state, give the path of a file that torch.save wrote)"
+                f"{'a deleted array' if is_deleted else type(leaf).__name__} (for a PyTorch state, give the path of a "
+                "file that torch.save wrote)"
             )
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
@@ -92,5 +108,10 @@ def key_of(key: object) -> str | int:
         return key.idx
     if isinstance(key, jax.tree_util.GetAttrKey):
         return key.name
-    assert isinstance(key, jax.tree_util.DictKey | jax.tree_util.FlattenedIndexKey)
-    return str(key.key)
+    if isinstance(key, jax.tree_util.FlattenedIndexKey):
+        return int(key.key)
+    if isinstance(key, jax.tree_util.DictKey):
+        return str(key.key)
+    raise CheckpointError(
+        f"expected a tree of dicts, lists, tuples and classes with fields, got the key {key!r}"
+    )

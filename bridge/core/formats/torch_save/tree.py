@@ -204,13 +204,16 @@ def local_piece(node: object) -> LocalPiece | None:
         case Call(
             name=name,
             args=(
-                _,
+                Name(dotted=function),
                 Name(dotted=class_name),
-                (_, _, tuple(shape), *_),
+                tuple(described_by),
                 (_, {"_local_tensor": Call() as local, "_spec": spec}),
             ),
-        ) if name == _REBUILD and class_name in _CLASSES and is_index(shape):
-            pass
+        ) if name == _REBUILD and class_name in _CLASSES and len(described_by) > 2:
+            # On the meta device the size comes after the dtype, elsewhere after the class and the dtype.
+            shape = described_by[1 if function == META else 2]
+            if not is_index(shape):
+                return None
         case _:
             return None
     match spec:
