@@ -76,11 +76,12 @@ class TargetRequest:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
         recommended = options.xla == "recommended"
         if options.target is None:
-            step = (options.loss, options.batch_shapes, options.price, options.efficiency, options.tokens)
-            if recommended or any(value is not None for value in step):
+            names = ("loss", "batch_shapes", "tokens", "price", "efficiency")
+            given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+            if given := given + ["--xla"] * recommended:
                 raise PlanError(
-                    "--loss, --batch-shapes, --tokens, --price, --efficiency, --xla: expected --target NAME,..., which "
-                    "compiles the step that these options describe"
+                    f"{', '.join(given)}: expected --target NAME,..., which compiles the step that these options "
+                    "describe"
                 )
             return None
         if scenario.runtime == "torch":

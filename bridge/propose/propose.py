@@ -201,7 +201,7 @@ class _Matcher:
             if rivals and not only and not self._same_name(x, y):
                 source = "order" if ordered else "name"
                 doubts.append(f"by {source} only: {first_of(rivals)} would fit as well")
-            elif not likeness and not agreed:
+            elif not likeness and not agreed and x.path.replace(".", "/") != y.path.replace(".", "/"):
                 doubts.append("by shape only: the names have nothing in common")
             choices.append(self._take(fit, doubts))
         return choices + self._fused_by_shape()

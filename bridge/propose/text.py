@@ -61,7 +61,8 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
 _LETTERS = "nfpqstuvwxyz"
 _TWO_BIASES = (
     "# torch adds bias_ih and bias_hh where flax has one bias, and no rule can add tensors: store the sum in the "
-    "bias that a rule names, store zeros in the other bias, and list the other bias under drop"
+    "bias that a rule names, store zeros in the other bias, and list the other bias under drop. Not the last third of "
+    "a GRU's bias_hh: it is multiplied by the reset gate, and a cell with one bias has no place for it"
 )
 
 

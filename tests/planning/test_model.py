@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.planning import PlanError, resolve_models
+from bridge.planning import PlanError, Workload, parse_policy, resolve_models
+from bridge.planning.answers.comparison import compare
 from bridge.planning.models.activations import SegmentBytes
 from bridge.planning.models.formulas import FormulaSegment
 from bridge.planning.models.model import Model, Parameter
@@ -259,3 +260,46 @@ def test_activations_by_formula() -> None:
     # 3 x 4 tokens of 2 bytes an element.
     expected = [12 * 23, 12 * 4, 12 * (4 + 23 + 7), 12 * (23 + 7), 12 * (4 + 4 + 23 + 7), 12 * (4 + 23 + 7)]
     assert segment.bytes_for(3, 4, "bfloat16") == SegmentBytes(*expected)
+
+
+MODEL_WITH_TABLES = """
+import jax.numpy as jnp
+import torch
+from flax import nnx
+
+
+class Torch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(500, 500))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Jax(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.mask = nnx.BatchStat(jnp.zeros((500, 500)))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime", "nbytes"), [("Torch", "torch", 1_000_000), ("Jax", "jax", 1_000_000 + 2 * 16)]
+)
+def test_buffers_are_needed_in_any_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, runtime: str, nbytes: int
+) -> None:
+    (tmp_path / "with_tables.py").write_text(MODEL_WITH_TABLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "with_tables", raising=False)
+    models = resolve_models(f"with_tables:{name}")
+    assert models[runtime].buffers == nbytes
+    policy = parse_policy('[[unit]]\nmatch = ""\n', "x")
+    compared = compare(models, [policy], [2], Workload(), 900_000)
+    (plan,) = compared.plans
+    assert compared.fits(plan) is False
+    assert plan.warnings()[0].startswith("buffers: 1 MB more on each device, in any policy")
+    assert plan.least == plan.at_rest.total + nbytes

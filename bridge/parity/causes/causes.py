@@ -19,17 +19,18 @@ from bridge.parity.recorded.distance import FACTOR, distance, fits
 from bridge.parity.recorded.recording import Leaves
 
 
-def weight_cause(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
-    """Why two weights of one shape differ; empty if no known cause explains it."""
+def weight_cause(name: str, torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
+    """Why two weights of one shape differ; empty if no known cause explains it. name: JAX's."""
     if torch.size > LARGEST:
         return ""
     scalar = _multiple(torch, jax, floor)
     if scalar:
         return scalar
+    norm = "" if "bias" in name else " (a norm that multiplies by 1 + weight)"
     if fits(torch, jax - 1, floor):
-        return "JAX's is torch's plus 1 (a norm that multiplies by 1 + weight)"
+        return f"JAX's is torch's plus 1{norm}"
     if fits(torch - 1, jax, floor):
-        return "torch's is JAX's plus 1 (a norm that multiplies by 1 + weight)"
+        return f"torch's is JAX's plus 1{norm}"
     for words, candidate in rearranged(torch):
         if fits(candidate, jax, floor):
             return f"JAX's is torch's, {words}"
@@ -133,6 +134,10 @@ def _multiple(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
     # move a factor by less than 1e-6.
     if abs(factor - 1) < 1e-6 or abs(factor) < 1e-6 or not fits(factor * torch, jax, floor):
         return ""
+    # Some factor explains any single number: only a whole one, such as a number of rows, tells something.
+    whole = max(abs(factor), 1 / abs(factor))
+    if torch.size < 2 and abs(whole - round(whole)) > 1e-5 * whole:
+        return ""
     return f"JAX's is {factor:.6g} times torch's{_known(factor)}"
 
 
@@ -164,13 +169,19 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
             for sign, words in ((-1, "JAX does not add"), (1, "JAX adds twice")):
                 if float(np.linalg.norm(mean - sign * value)) <= scale:
                     return f"{words} torch's {name}"
-    return "JAX's is torch's plus one vector at every position"
+    # At one position some vector always does.
+    return "JAX's is torch's plus one vector at every position" if len(difference) > 1 else ""
 
 
 def statistics_cause(
-    torch_before: np.ndarray, jax_before: np.ndarray, torch: np.ndarray, jax: np.ndarray, floor: float
+    name: str,
+    torch_before: np.ndarray,
+    jax_before: np.ndarray,
+    torch: np.ndarray,
+    jax: np.ndarray,
+    floor: float,
 ) -> str:
-    """Why two running statistics that started equal differ after a forward; empty if no known cause explains it."""
+    """Why two buffers that started equal differ after a forward; empty if no known cause explains it. name: torch's."""
     if not fits(torch_before, jax_before, floor):
         return ""
     start = torch_before.astype(np.float64).ravel()
@@ -179,8 +190,9 @@ def statistics_cause(
     square = float(moved @ moved)
     factor = float(moved @ other) / square if square > 0 else 0.0
     # Otherwise the two are the same statistic, and something else differs.
-    if factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
-        return f"JAX's moves {factor:.6g} times as far in a step as torch's: momentum a in torch is 1 - a in flax"
+    if start.size > 2 and factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
+        momentum = ": momentum a in torch is 1 - a in flax" if factor > 0 and "running_" in name else ""
+        return f"JAX's moves {factor:.6g} times as far in a step as torch's{momentum}"
     # torch - r = a (n / (n - 1) v - r) and JAX - r = a (v - r), so (n - 1) (torch - JAX) = JAX - (1 - a) r.
     known = np.stack([theirs, -start], 1)
     (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)

@@ -125,7 +125,7 @@ def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]
         row = row_of("weights", names, twin, jax_values, floor, kind=weights.kind_of(name))
         if row.counts and not whole:
             high, jax_high = twin.astype(np.float64), jax_values.astype(np.float64)
-            row = replace(row, cause=weight_cause(high, jax_high, floor))
+            row = replace(row, cause=weight_cause(name, high, jax_high, floor))
         yield row
 
 
@@ -154,7 +154,8 @@ def buffer_rows(runs: Runs, weights: WeightMap, start: tuple[Leaves, Leaves]) ->
         names = weights.owners(name), name
         row = row_of("buffers", names, twin, jax_high, floor, dtype=runs.dtype, kind=BUFFER)
         if row.counts and twin.dtype.kind == "f":
-            row = replace(row, cause=statistics_cause(before[name], start[1][name], twin, jax_high, floor))
+            both = before[name], start[1][name], twin, jax_high
+            row = replace(row, cause=statistics_cause(names[0], *both, floor))
         yield row
 
 

@@ -184,8 +184,8 @@ class CostPlan(Viewed):
 
     @property
     def least(self) -> int:
-        """Bytes that a device needs in any case: those at rest. Kernels and compilers choose how much more they use."""
-        return self.at_rest.total
+        """Bytes that a device needs in any case: at rest, with buffers. Kernels and compilers choose how many more."""
+        return self.at_rest.total + self.model.buffers
 
     def _together(self, paths: Collection[str]) -> Collection[int]:
         """How many of equal units are one unit in JAX: the layers of a stack."""
@@ -227,8 +227,9 @@ class CostPlan(Viewed):
         return [("unit", "strategy", "parameters", "padded by", "at rest"), *rows]
 
     def warnings(self) -> list[str]:
-        """Units with large padding."""
-        return [
+        """Units with large padding, and buffers, which are not at rest by the policy."""
+        buffers = f"buffers: {human_bytes(self.model.buffers)} more on each device, in any policy"
+        return [buffers] * bool(self.model.buffers) + [
             f"unit {unit.title}: {100 * unit.overhead:.1f} % padding on {self.mesh.devices} devices; join small "
             "units, or shard them over fewer devices (hsdp)"
             for unit in self.units

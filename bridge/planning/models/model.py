@@ -58,6 +58,7 @@ class Model:
     source: the origin of shapes and activation formulas, for people.
     attention: the kind that the activations count, see ``formulas``; None if the model's own code decides.
     stacks: paths of modules that JAX scans as one; their layers are ``layers.0``, ``layers.1``, ... here.
+    buffers: bytes of everything else that the model holds, whole on each device, such as tables and statistics.
 
     Raises ``PlanError`` for a parameter given twice.
     """
@@ -69,6 +70,7 @@ class Model:
     source: str = ""
     stacks: tuple[str, ...] = ()
     attention: str | None = None
+    buffers: int = 0
 
     def __post_init__(self) -> None:
         seen = set()

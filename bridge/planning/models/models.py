@@ -135,16 +135,18 @@ def _built(name: str, stacked: Sequence[str]) -> dict[str, Model]:
     if factory.is_jax:
         model = factory.jax_module()
         parameters, modules = nnx_shapes(name, model, stacked)
-        return {
-            "jax": Model(name, modules, parameters, source=f"{name} by nnx.eval_shape", stacks=tuple(stacked))
-        }
+        nnx, leaves = framework("flax.nnx"), framework("jax").tree.leaves
+        other = [leaf for leaf in leaves(nnx.state(model, nnx.Not(nnx.Param))) if hasattr(leaf, "dtype")]
+        held, by = sum(leaf.size * leaf.dtype.itemsize for leaf in other), f"{name} by nnx.eval_shape"
+        return {"jax": Model(name, modules, parameters, source=by, stacks=tuple(stacked), buffers=held)}
     model = factory.torch_module()
     if stacked:
         raise PlanError(
             f"model {name}: expected a JAX model for the stacks {list(stacked)}, got a torch.nn.Module"
         )
     parameters, modules = _torch_shapes(model)
-    return {"torch": Model(name, modules, parameters, source=f"{name} on the meta device")}
+    held, by = sum(buffer.nbytes for buffer in model.buffers()), f"{name} on the meta device"
+    return {"torch": Model(name, modules, parameters, source=by, buffers=held)}
 
 
 def _torch_shapes(model: Any) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:

@@ -109,7 +109,7 @@ def test_biases() -> None:
 )
 def test_multiples(factor: float, words: str) -> None:
     assert cause(X, factor * X) == words
-    assert weight_cause(MATRIX, factor * MATRIX, floor_of(MATRIX)) == words
+    assert weight_cause("a.scale", MATRIX, factor * MATRIX, floor_of(MATRIX)) == words
 
 
 def children(
@@ -186,15 +186,25 @@ REARRANGED: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
 @pytest.mark.parametrize("what", REARRANGED)
 def test_another_order(what: str) -> None:
     torch, jax, words = REARRANGED[what]
-    assert weight_cause(torch, jax, floor_of(torch)) == f"JAX's is torch's, {words}"
+    assert weight_cause("a.scale", torch, jax, floor_of(torch)) == f"JAX's is torch's, {words}"
     # An output that is the other's transpose is taken for another layout (``align``).
     assert what == "transposed" or cause(torch, jax) == f"JAX's output is torch's, {words}"
 
 
 def test_weights_that_are_off_by_one() -> None:
-    floor = floor_of(WEIGHT)
-    assert weight_cause(WEIGHT, WEIGHT + 1, floor).startswith("JAX's is torch's plus 1")
-    assert weight_cause(WEIGHT + 1, WEIGHT, floor).startswith("torch's is JAX's plus 1")
+    floor, norm = floor_of(WEIGHT), " (a norm that multiplies by 1 + weight)"
+    assert weight_cause("a.scale", WEIGHT, WEIGHT + 1, floor) == f"JAX's is torch's plus 1{norm}"
+    assert weight_cause("a.scale", WEIGHT + 1, WEIGHT, floor) == f"torch's is JAX's plus 1{norm}"
+    assert weight_cause("a.bias", WEIGHT + 1, WEIGHT, floor) == "torch's is JAX's plus 1"
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(0.295, ""), (7.0, "JAX's is 7 times torch's"), (1 / 4, "JAX's is 0.25 times torch's")],
+)
+def test_the_factor_of_a_single_number_is_named_only_if_it_is_whole(factor: float, said: str) -> None:
+    value = np.full((1, 1), 0.37)
+    assert weight_cause("scale", value, factor * value, floor_of(value)).partition(",")[0] == said
 
 
 DIFFERENCES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -212,7 +222,7 @@ DIFFERENCES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def test_nothing_is_named_for_a_difference_by_chance(what: str) -> None:
     change = DIFFERENCES[what]
     for value in (MATRIX, HEADS, WEIGHT):
-        assert weight_cause(value, change(value), floor_of(value)) == ""
+        assert weight_cause("a.scale", value, change(value), floor_of(value)) == ""
     for value in (rms(), layer_norm(), X @ MATRIX + BIAS):
         assert cause(value, change(value), BIASED) == ""
     silu = ACTIVATIONS["silu"](G) * U

@@ -56,15 +56,36 @@ def moved(start: np.ndarray, values: np.ndarray, momentum: float) -> np.ndarray:
 
 def test_statistics_that_moved_apart_have_their_cause() -> None:
     start, mean, variance = np.zeros(8), RNG.normal(size=8), RNG.uniform(1, 2, size=8)
-    farther = statistics_cause(start, start, moved(start, mean, 0.1), moved(start, mean, 0.9), 1e-9)
+    farther = statistics_cause(
+        "b.running_mean", start, start, moved(start, mean, 0.1), moved(start, mean, 0.9), 1e-9
+    )
     assert farther.startswith("JAX's moves 9 times as far in a step as torch's: momentum a in torch is 1 - a")
     ones = np.ones(8)
     unbiased, biased = moved(ones, variance * 6 / 5, 0.1), moved(ones, variance, 0.1)
-    assert "6 / 5 times the batch's" in statistics_cause(ones, ones, unbiased, biased, 1e-9)
-    assert statistics_cause(ones, ones, unbiased, biased + 0.01 * RNG.normal(size=8), 1e-9) == ""
-    assert statistics_cause(ones[:2], ones[:2], unbiased[:2], biased[:2], 1e-9) == ""
-    assert statistics_cause(ones, start, unbiased, biased, 1e-9) == ""
-    assert statistics_cause(start, start, moved(start, mean, 0.1), moved(start, mean, 0.1), 1e-9) == ""
+    assert "6 / 5 times the batch's" in statistics_cause("b.running_mean", ones, ones, unbiased, biased, 1e-9)
+    assert (
+        statistics_cause("b.running_mean", ones, ones, unbiased, biased + 0.01 * RNG.normal(size=8), 1e-9)
+        == ""
+    )
+    assert statistics_cause("b.running_mean", ones[:2], ones[:2], unbiased[:2], biased[:2], 1e-9) == ""
+    assert statistics_cause("b.running_mean", ones, start, unbiased, biased, 1e-9) == ""
+    assert (
+        statistics_cause(
+            "b.running_mean", start, start, moved(start, mean, 0.1), moved(start, mean, 0.1), 1e-9
+        )
+        == ""
+    )
+
+
+def test_only_the_statistics_of_a_norm_have_a_momentum() -> None:
+    start, steps = np.zeros(8), np.arange(1.0, 9.0)
+    assert statistics_cause("usage", start, start, steps, 4 * steps, 1e-9) == (
+        "JAX's moves 4 times as far in a step as torch's"
+    )
+    away = statistics_cause("b.running_mean", start, start, steps, -3 * steps, 1e-9)
+    assert away == "JAX's moves -3 times as far in a step as torch's"
+    # Any factor explains a single number.
+    assert statistics_cause("b.running_mean", start[:1], start[:1], steps[:1], 4 * steps[:1], 1e-9) == ""
 
 
 def test_a_bias_that_is_missing_is_named_within_the_noise_of_its_sum() -> None:
@@ -76,6 +97,9 @@ def test_a_bias_that_is_missing_is_named_within_the_noise_of_its_sum() -> None:
     assert (
         _offset(x + far, x, floor, {"up.bias": bias}) == "JAX's is torch's plus one vector at every position"
     )
+    # At one position any difference is one vector.
+    assert _offset((x + far)[:1], x[:1], floor, {"up.bias": bias}) == ""
+    assert _offset((x + near)[:1], x[:1], floor, {"up.bias": bias}) == "JAX does not add torch's up.bias"
 
 
 def test_outputs_that_could_not_be_compared_are_named() -> None:
