@@ -101,7 +101,7 @@ class Proof(Viewed):
 
     def summary(self) -> str:
         """The verdict, and a line for each problem and state."""
-        lines = [f"{self.verdict} by {', '.join(self.libraries) or 'no library'}"]
+        lines = [" by ".join(filter(None, (self.verdict, ", ".join(self.libraries))))]
         if not self.problems and self.tensors:
             no_step = "" if self.states or self.missing else "; no optimizer state to take a step from"
             lines.append(f"{counted(self.tensors, 'tensor')} restored, with every bit{no_step}")
