@@ -251,8 +251,9 @@ def test_numbers_of_a_template_that_may_mean_either_weight_are_refused(tmp_path:
     assert report.filled["optimizer.state.2.exp_avg"] == "as in the template"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tied", [None, "once", "both"])
-def test_both_names_of_a_tied_weight_get_the_sources_values(tmp_path: Path, tied: Any) -> None:
+def test_both_names_of_a_tied_weight_get_the_sources_values(tmp_path: Path, tied: Any, device: str) -> None:
     rules = [
         {"torch": "embed.weight : v m", "jax": "embed/embedding : v m"},
         {
@@ -265,7 +266,7 @@ def test_both_names_of_a_tied_weight_get_the_sources_values(tmp_path: Path, tied
     table = jnp.arange(12.0).reshape(4, 3)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "source", {"params": {"embed": {"embedding": table}}})
-    weight = torch.zeros(4, 3, dtype=torch.float64)
+    weight = torch.zeros(4, 3, dtype=torch.float64, device=device)
     torch.save({"model": {"embed.weight": weight, "head.weight": weight}}, tmp_path / "like.pt")
     options: dict[str, Any] = {"mapping": {"rule": rules}, "tied": tied}
     report = convert(tmp_path / "source", tmp_path / "a", like=tmp_path / "like.pt", **options)
