@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,13 @@ from bridge.core.sharding.policy.precision_policy import GIVEN
 from bridge.core.sharding.policy.recompute import SELECTIVE, Recompute, is_recompute
 from bridge.core.sharding.policy.strategy import Engine, StrategyName
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
-from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
-from jax_impl.modules.module_tree import ROOT, matches, module_paths, parameter_leaves
+from jax_impl.modules.module_tree import ROOT, joined, matches, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.groups.precision import Precision
 from jax_impl.runtime.groups.variables import Rules
+
+Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Variable]
+"""Path patterns of parameters, or an nnx filter."""
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -321,3 +324,37 @@ def within(options: UnitOptions, parameters: Iterable[str], names: Mapping[str, 
         return options
     chosen = {names[path]: granularity[path] for path in parameters if path in granularity}
     return replace(options, granularity=chosen)
+
+
+def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
+    """Paths of parameters. Raises ``ValueError`` that names the ``option`` if a pattern or a filter matches nothing.
+
+    Raises ``TypeError`` for anything except patterns or a filter.
+    """
+    if isinstance(chosen, str):
+        raise TypeError(
+            f"{option}: expected a list of patterns, or an nnx filter, got one string: use [{chosen!r}]"
+        )
+    if callable(chosen) or isinstance(chosen, type):
+        chooses = nnx.filterlib.to_predicate(chosen)
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        taken = frozenset(joined(key) for key, variable in flat if chooses(key, variable))
+        if not taken:
+            raise ValueError(
+                f"{option}: expected a filter of parameters, but {chosen!r:.120} matches none of "
+                f"{[joined(key) for key, _ in flat][:12]}; omit the option to choose none"
+            )
+        return taken
+    patterns: tuple[Any, ...] = tuple(chosen) if isinstance(chosen, Iterable) else (chosen,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option}: expected a list of patterns, or an nnx filter, got {chosen!r}")
+    parameters = list(parameter_leaves(model))
+    paths: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(parameters, pattern)
+        if not matching:
+            raise ValueError(
+                f"{option}: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
+            )
+        paths.update(matching)
+    return frozenset(paths)

@@ -19,7 +19,6 @@ FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 RELAY = ROOT / "bridge" / "relay"
 RUNTIME_LEGS = {
     RELAY / "torch_leg.py": TORCH,
-    RELAY / "torch_norms.py": TORCH,
     RELAY / "torch_reference.py": TORCH,
     RELAY / "jax_leg.py": JAX,
 }

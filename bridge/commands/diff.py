@@ -258,7 +258,7 @@ def _elsewhere(report: DiffReport) -> str:
 
 def _print_mappings(out: Console, report: DiffReport) -> None:
     """Print families that may relate two checkpoints without a common name."""
-    from bridge.core.mapping.plan.fitting import fitting
+    from bridge.core.mapping.plan.plan import fitting
 
     commands = [
         f"--mapping {family} --into {convention}"

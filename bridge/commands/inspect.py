@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.text import counted, human_bytes
+from bridge.core.text import counted, human_bytes, printable
 from bridge.core.text_files import MAX_JSON, read_text
 
 if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.tree import Tree
+
     from bridge.checkpoints.inspect.summary import Summary
+    from bridge.checkpoints.inspect.tensor_tree import Branch
     from bridge.core.sharding.layout.layout import Layout
 
 _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
@@ -126,7 +132,6 @@ def _document(summary: Summary) -> dict[str, object]:
 def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
     from bridge.checkpoints.inspect.summary import chunk_lines
     from bridge.checkpoints.inspect.tensor_tree import tensor_tree
-    from bridge.commands.tree import print_tree
 
     title = summary.summary()
     if drawing.layout:
@@ -148,6 +153,56 @@ def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
     _print_objects(out, summary, depth, fold=as_tree)
     for name, reason in summary.unreadable.items():
         print_line(out, f"{name} cannot be read: {reason}")
+
+
+def print_tree(console: RichConsole, title: str, branches: Iterable[Branch], depth: int | None) -> None:
+    """Print a tree of ``depth`` levels of names; None: all levels. No name is cut; a terminal folds long lines."""
+    from rich.tree import Tree
+
+    tree = Tree(Text(printable(title)))
+    widest = [len(title)]
+    _add(tree, branches, depth, 1, widest)
+    if not console.is_terminal:
+        # A pipe has no width.
+        console = type(console)(file=console.file, width=max(widest) + 1, color_system=None)
+    console.print(tree, highlight=False)
+
+
+def _add(tree: Tree, branches: Iterable[Branch], left: int | None, level: int, widest: list[int]) -> None:
+    if left == 0:
+        return
+    for branch in branches:
+        label = Text.assemble((printable(_name(branch)), "bold" if branch.below else ""), "  ", _told(branch))
+        widest.append(4 * level + len(label))
+        _add(tree.add(label), branch.below, None if left is None else left - 1, level + 1, widest)
+
+
+def _name(branch: Branch) -> str:
+    if not branch.numbers:
+        return branch.name
+    return f"{branch.prefix}{_ranges(branch.numbers)}{f'.{branch.name}' if branch.name else ''}"
+
+
+def _told(branch: Branch) -> str:
+    alike = f"{len(branch.numbers)} alike, " if branch.numbers else ""
+    tensor = branch.tensor
+    if tensor is not None and not branch.below:
+        chunks = f", {len(tensor.chunks)} chunks" if len(tensor.chunks) != 1 else ""
+        total = f" of {human_bytes(branch.nbytes)}" if branch.numbers else ""
+        return f"{alike}{tensor.dtype.name} {list(tensor.shape)}, {human_bytes(tensor.nbytes)}{total}{chunks}"
+    own = "" if tensor is None else f"{tensor.dtype.name} {list(tensor.shape)}; "
+    return f"{alike}{own}{branch.tensors} tensor{'s' if branch.tensors != 1 else ''}, {human_bytes(branch.nbytes)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """{0..3, 8, 10..12}"""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return f"{{{', '.join('..'.join(map(str, part)) for part in parts)}}}"
 
 
 def _print_objects(out: Console, summary: Summary, depth: int | None, *, fold: bool) -> None:

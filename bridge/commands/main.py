@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import logging
 import os
 import shlex
 import sys
@@ -26,10 +27,8 @@ import bridge
 from bridge.commands.convert import convert
 from bridge.commands.curves import CurvesCommand, curves_command
 from bridge.commands.diff import diff
-from bridge.commands.families import families
 from bridge.commands.inspect import inspect
-from bridge.commands.logs import hide_logs_of_stores
-from bridge.commands.map import map_
+from bridge.commands.map import families, map_
 from bridge.commands.output import BROKEN_PIPE, Console, print_failure, print_line
 from bridge.commands.parity import parity
 from bridge.commands.plan import plan
@@ -42,6 +41,14 @@ TRACEBACK: Final = "TWINSHARD_TRACEBACK"
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report a program that the signal ends.
 _OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+
+_STORES: Final = frozenset(
+    (
+        *("aiobotocore", "aiohttp", "asyncio", "boto3", "botocore", "fsspec", "gcsfs", "google", "grpc"),
+        *("huggingface_hub", "s3fs", "s3transfer", "urllib3"),
+    )
+)
+"""The libraries behind object stores, whose log lines must not appear next to the command's own error."""
 
 app = typer.Typer(
     name="twinshard",
@@ -97,6 +104,16 @@ def _require_no_empty_argument() -> None:
             raise typer.BadParameter(
                 f"expected a value after {before!r}, got an empty one: is a variable in your script not set?"
             )
+
+
+def hide_logs_of_stores() -> None:
+    """Hide what libraries of object stores log, unless somebody has configured logging.
+
+    Python's handler of last resort would print warnings, errors and their tracebacks. Handlers that are configured, by
+    the user or by a variable such as GCSFS_DEBUG, stay as they are.
+    """
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(lambda record: record.name.partition(".")[0] not in _STORES)
 
 
 def main() -> None:

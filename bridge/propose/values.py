@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.checkpoints.ground.outputs import common_dtype
 from bridge.core.formats.tensors.base import Box, CheckpointReader, unreadable
 from bridge.core.mapping.language.expression import Expression
 from bridge.core.mapping.language.operations import as_dtype

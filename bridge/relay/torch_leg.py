@@ -8,13 +8,39 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bridge.relay.corpus import Corpus, rank_slice
 from bridge.relay.job import Job, Metrics, main, resume_position, train_state, write_memory
-from bridge.relay.torch_norms import state_norms
+from bridge.relay.norms import KINDS
 from torch_impl import FSDPModule, MainWeightAdamW, ShardingPolicy, load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 from torch_impl.parallel.cuts import plan_cuts
+
+STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
+
+
+def state_norms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool = True
+) -> dict[str, dict[str, float]]:
+    """The norms of whole parameters and of their moments after a step, in float64. Collective.
+
+    ``with_moments``: False leaves out moments that are stored in low precision, which are too coarse to compare.
+    """
+    named = dict(model.named_parameters())
+    kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}
+    if with_moments:
+        kinds |= {
+            norm_kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
+            for norm_kind, key in STATE.items()
+        }
+    return {
+        norm_kind: {
+            name: float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+            for name, tensor in tensors.items()
+        }
+        for norm_kind, tensors in kinds.items()
+    }
 
 
 def run(job: Job) -> None:

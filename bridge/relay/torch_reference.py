@@ -17,7 +17,7 @@ import torch
 from bridge.relay.corpus import Corpus
 from bridge.relay.job import Job, Metrics, report_errors, resume_position, train_state
 from bridge.relay.lifetime import end_with_parent
-from bridge.relay.torch_norms import state_norms
+from bridge.relay.torch_leg import state_norms
 from torch_impl import load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 

@@ -24,7 +24,7 @@ from bridge.core.callers import warn_caller
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
 from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of, styled_dimension
-from bridge.core.sharding.policy.patterns import matches
+from bridge.core.sharding.policy.unit_policy import matches
 from bridge.core.text import first_of
 from jax_impl.comm.mesh import ModelAxes
 from jax_impl.modules.module_tree import dotted_paths, joined, layers_at, module_paths, parameter_leaves

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
-from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.checkpoints.ground.outputs import common_dtype
 from bridge.commands.diff import diff as diff_command
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import DTYPES

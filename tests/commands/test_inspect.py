@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.inspect.tensor_tree import tensor_tree
 from bridge.commands.inspect import inspect as inspect_command
+from bridge.commands.inspect import print_tree
 from bridge.commands.main import app
-from bridge.commands.tree import print_tree
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.tensors.base import Box
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write

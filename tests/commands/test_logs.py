@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.commands.logs import hide_logs_of_stores
+from bridge.commands.main import hide_logs_of_stores
 from tests.support.buckets import free_port
 
 ROOT = Path(__file__).parents[2]

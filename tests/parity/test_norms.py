@@ -24,7 +24,7 @@ from bridge.relay.norms import (
     tolerances,
 )
 from bridge.relay.report import RelayReport
-from bridge.relay.torch_norms import state_norms
+from bridge.relay.torch_leg import state_norms
 from bridge.relay.torch_reference import build
 from jax_impl.models import decoder as jax_decoder
 from tests.parity.test_report import report

@@ -17,8 +17,7 @@ from bridge.checkpoints.compare.diff_tensors import Pair, compared
 from bridge.checkpoints.compare.noise import Noise
 from bridge.checkpoints.compare.structure import dtype_names, structure_differences
 from bridge.checkpoints.compare.ulp import Tolerance
-from bridge.checkpoints.ground.common_dtype import common_dtype
-from bridge.checkpoints.ground.outputs import require_readable
+from bridge.checkpoints.ground.outputs import common_dtype, require_readable
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.ground.workers import large_buffers_returned
 from bridge.core.formats import items_of_each, open_checkpoint

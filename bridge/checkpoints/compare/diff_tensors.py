@@ -16,7 +16,7 @@ from bridge.checkpoints.compare.noise import Noise
 from bridge.checkpoints.compare.spread import Spread
 from bridge.checkpoints.compare.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.ground.borrowed import MEMORY, borrow
-from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.checkpoints.ground.outputs import common_dtype
 from bridge.checkpoints.ground.workers import batches, each, ordered
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.core.formats.tensors.boxes import group_boxes, split_box

@@ -6,6 +6,8 @@ Two archives with chunks of one shape differ in the elements, in their checksum,
     |          the same          |     |           |     |     the same   |     |   the same   |
 
 PyTorch writes 0 as the first checksum, and the second one after the elements. Archives written here lack the second.
+
+SerializationFormat.SAFETENSORS writes safetensors files instead: one begins where `.metadata` says that a tensor is.
 """
 
 from __future__ import annotations
@@ -30,8 +32,16 @@ from bridge.core.formats.files.manifest import ManifestFile, rest_checksum
 from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles
 from bridge.core.formats.reading.zip_directory import END, END64, END64_LOCATOR
-from bridge.core.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER, StoredArray
-from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.safetensors.header import (
+    LENGTH_BYTES,
+    MAX_HEADER,
+    Header,
+    StoredArray,
+    header_length,
+    read_header,
+    saved_offsets,
+)
+from bridge.core.formats.tensors.base import Box, CheckpointError
 from bridge.core.formats.tensors.wrapping import one_part
 
 _CRC: Final = struct.Struct("<L")
@@ -306,3 +316,24 @@ def data_file_entry(path: Path, chunks: Sequence[SavedChunk]) -> ManifestFile:
             ranges.append((start, start + chunk.nbytes))
         files.close()
     return ManifestFile(size, None, rest_checksum(path, ranges))
+
+
+def read_header_at(files: SourceFiles, name: str, start: int, what: str) -> Header:
+    """The header of the safetensors file that begins at this byte of a file. CheckpointError if damaged."""
+    # From a store, only these bytes are fetched: first the length, then the header.
+    length = header_length(files.view(name, (start, start + LENGTH_BYTES)), start)
+    return read_header(files.view(name, (start, start + LENGTH_BYTES + length)), what, start)
+
+
+def stored_chunk(header: Header, name: str, chunk: Box, what: str) -> StoredChunk:
+    """Where the chunk of a tensor is in a safetensors file. CheckpointError if the file has a different chunk."""
+    array = header.arrays.get(name)
+    if array is None:
+        raise CheckpointError(f"{what}: expected the safetensors file to contain the tensor, found none")
+    offsets = saved_offsets(header, what).get(name)
+    if offsets != chunk.offsets:
+        raise CheckpointError(
+            f"{what}: expected the chunk that .metadata names, got the chunk at {offsets}: this way of saving keeps "
+            "only one chunk of a tensor per file, and the other chunks are lost"
+        )
+    return StoredChunk(array, array.start, None)

@@ -20,7 +20,14 @@ from bridge.core.formats.dcp.archive import (
     read_value,
     verify_record,
 )
-from bridge.core.formats.dcp.archives import Archives, StoredChunk, data_files_of, looks_like_header
+from bridge.core.formats.dcp.archives import (
+    Archives,
+    StoredChunk,
+    data_files_of,
+    looks_like_header,
+    read_header_at,
+    stored_chunk,
+)
 from bridge.core.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
@@ -326,9 +333,6 @@ class DcpReader(ClosedAtEnd):
         return StoredChunk.of(tensor)
 
     def _in_safetensors(self, info: TensorInfo, chunk: Box, extent: Extent, what: str) -> StoredChunk:
-        # Imported here: hardly any DCP checkpoint uses this serialization.
-        from bridge.core.formats.dcp.safetensors_chunks import read_header_at, stored_chunk
-
         key = (extent.file, extent.offset)
         # Threads that need chunks of one file wait until one of them has parsed its header.
         with self._lock:

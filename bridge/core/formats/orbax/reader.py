@@ -30,6 +30,7 @@ from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
     MAX_INNER_CHUNKS,
     ArrayLayout,
+    MemoryArrays,
     explain,
     metadata_key,
     new_context,
@@ -37,7 +38,6 @@ from bridge.core.formats.orbax.zarr.arrays import (
     store_spec,
     tensor_infos,
 )
-from bridge.core.formats.orbax.zarr.memory_arrays import MemoryArrays
 from bridge.core.formats.orbax.zarr.packed_chunks import Packing
 from bridge.core.formats.orbax.zarr.raw_chunks import RawChunks
 from bridge.core.formats.orbax.zarr.values import (

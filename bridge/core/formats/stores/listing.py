@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import stat_result
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from bridge.core.formats.stores.ranges import FileRanges
-from bridge.core.formats.stores.remote_path import RemotePath
 from bridge.core.formats.stores.store import FileSystem, open_store, store_errors, without_end
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.tensors.wrapping import WrappingReader
@@ -29,6 +29,41 @@ _INDEX_SUFFIX: Final = ".index.json"
 _MAX_METADATA: Final = 1 << 30
 _OF_EACH: Final = ("zarr.json", ".zarray", ".metadata", "process_0")
 """Suffixes of files that a checkpoint may have many of, one for each array or process."""
+
+Store = TypeVar("Store")
+
+if TYPE_CHECKING:
+    # Readers and writers accept either; at run time, a call that would access this machine's files must find nothing.
+    _Path = Path
+else:
+    _Path = object
+
+
+class RemotePath(Generic[Store], _Path):
+    """The common part of paths that are read and paths that are written. store: has the files behind the paths."""
+
+    def __new__(cls, store: Store, parts: tuple[str, ...]) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, store: Store, parts: tuple[str, ...]) -> None:
+        self.store, self._path = store, parts
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in an object store: expected a path on this machine")
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __lt__(self, other: RemotePath[Store]) -> bool:  # type: ignore[override] # sorted among its siblings only
+        return self._path < other._path
+
+    @property
+    def parent(self) -> Self:
+        return type(self)(self.store, self._path[:-1])
+
+    def open(self, *_: object, **__: object) -> Any:
+        """The whole file for reading."""
+        return io.BytesIO(self.read_bytes())
 
 
 class Listing:

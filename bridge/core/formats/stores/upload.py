@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol, Self
 
+from bridge.core.formats.stores.listing import RemotePath
 from bridge.core.formats.stores.numbered_parts import Parts
-from bridge.core.formats.stores.remote_path import RemotePath
 from bridge.core.formats.tensors.base import CheckpointError
 
 PART: Final = 16 << 20

@@ -1,8 +1,9 @@
-"""The planned content of a checkpoint: every tensor, and where in the source its elements come from."""
+"""The planned content of a checkpoint, where in the source its elements come from, and which families may plan it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,10 +11,13 @@ import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TreePath
 from bridge.core.formats.tensors.leaves import separator_of
+from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.operations import ChangedView, PaddedView
 from bridge.core.mapping.language.relation import TensorView, identity
+from bridge.core.mapping.language.rules import family_names, load_mapping
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.scales import DecodedView
+from bridge.core.mapping.states.source_tree import NameIndex
 
 
 @dataclass(frozen=True)
@@ -130,3 +134,43 @@ def collect(
 def joined_name(path: TreePath, to: str) -> str:
     """The name of the leaf at ``path`` in format `to`."""
     return separator_of(to).join(map(str, path))
+
+
+_SAMPLE = 60
+_MOST = 0.9
+"""The least fraction of names that a convention must know; optimizer state is not recognized by name."""
+
+
+def fitting(a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
+    """The families that may translate names ``a`` to names ``b``, and the convention of ``b``; from names alone."""
+    fitting_names = []
+    left, right = _sample(a), _sample(b)
+    for name in family_names() if left and right else ():
+        table = load_mapping(name)
+        known = {c: NameIndex(table.rules, c) for c in table.conventions}
+        sides = {c: [_fits(names, known[c], table.conventions[c]) for names in (left, right)] for c in known}
+        into = [c for c, (_, of_b) in sides.items() if of_b]
+        if into and any(of_a for c, (of_a, _) in sides.items() if c != into[0]):
+            fitting_names.append((name, into[0]))
+    return fitting_names
+
+
+def _sample(names: Sequence[str]) -> list[str]:
+    weights = [name for name in names if not re.search(r"optim|opt_state|step|count|rng", name)]
+    return weights[:: max(1, len(weights) // _SAMPLE)]
+
+
+def _fits(names: Iterable[str], index: NameIndex, convention: Convention) -> bool:
+    separator = convention.separator
+    other = "." if separator == "/" else "/"
+    answers = [
+        any(
+            index.knows(name[start:])
+            for start in (0, *(m.end() for m in re.finditer(re.escape(separator), name)))
+        )
+        for name in (
+            candidate if separator in candidate else candidate.replace(other, separator)
+            for candidate in names
+        )
+    ]
+    return sum(answers) >= _MOST * len(answers)

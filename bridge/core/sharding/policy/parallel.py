@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bridge.core.sharding.policy.patterns import is_pattern, matches, near
 from bridge.core.sharding.policy.policy_error import PolicyError, at, require
+from bridge.core.sharding.policy.unit_policy import is_pattern, matches, near
 
 STYLES = ("colwise", "rowwise", "expert")
 

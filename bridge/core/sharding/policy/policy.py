@@ -18,11 +18,10 @@ from typing import Self
 from bridge.core.sharding.layout.alignment import DEFAULT_ALIGN, Align, is_align
 from bridge.core.sharding.policy.mesh_axes import is_model_axis
 from bridge.core.sharding.policy.parallel import ParallelPolicy, entries_of
-from bridge.core.sharding.policy.patterns import matches, near
 from bridge.core.sharding.policy.policy_error import PolicyError, at, require
 from bridge.core.sharding.policy.policy_file import check_mesh, parallel_lines, read_tables, unit_lines
 from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
-from bridge.core.sharding.policy.unit_policy import ALIGN_WORDS, UnitPolicy
+from bridge.core.sharding.policy.unit_policy import ALIGN_WORDS, UnitPolicy, matches, near
 from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 
 

@@ -1,12 +1,14 @@
-"""How modules become units: the ``[[unit]]`` entries of a policy."""
+"""How modules become units: the ``[[unit]]`` entries of a policy, and their patterns over dotted paths."""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from bridge.core.sharding.layout.alignment import Align, is_align
-from bridge.core.sharding.policy.patterns import is_pattern
 from bridge.core.sharding.policy.policy_error import PolicyError, require
 from bridge.core.sharding.policy.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
 from bridge.core.sharding.policy.strategy import Placements, Strategy, StrategyName, strategy_named
@@ -14,6 +16,23 @@ from bridge.core.sharding.policy.strategy import Placements, Strategy, StrategyN
 ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
 KINDS = ("parameters", "gradients", "optimizer")
 """The kinds of tensors that have placements."""
+
+
+def is_pattern(pattern: object) -> bool:
+    """Whether ``pattern`` is a dotted path without empty segments; "" is not."""
+    return isinstance(pattern, str) and bool(pattern) and all(pattern.split(".")) and "/" not in pattern
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether every segment of ``path`` matches the segment of ``pattern`` at its place; no wildcard crosses a dot."""
+    segments, parts = pattern.split("."), path.split(".")
+    return len(segments) == len(parts) and all(map(fnmatch.fnmatchcase, parts, segments))
+
+
+def near(pattern: str, paths: Collection[str]) -> str:
+    """Some of ``paths``, the most similar to ``pattern`` first, for an error."""
+    close = difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or list(paths)[:4]
+    return ", ".join(close) or "no modules"
 
 
 @dataclass(frozen=True)
