@@ -255,8 +255,7 @@ class Unavailable:
 
     def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
         refuse(
-            "finalize_backward",
-            "each backward reduces its gradients before it returns; leave the call out",
+            "finalize_backward", "each backward reduces its gradients before it returns; leave the call out"
         )
 
     def set_reduce_scatter_unused_params(

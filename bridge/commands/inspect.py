@@ -39,8 +39,7 @@ class DrawingOptions:
         bool, typer.Option("--layout", help="Draw to scale which chunk or rank holds which rows.")
     ] = False
     picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
+        Path | None, typer.Option(metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf.")
     ] = None
     tree: Annotated[
         bool | None,
@@ -49,8 +48,7 @@ class DrawingOptions:
         ),
     ] = None
     depth: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Show a tree of only the first N levels of names."),
+        int | None, typer.Option(min=0, metavar="N", help="Show a tree of only the first N levels of names.")
     ] = None
 
     def __post_init__(self) -> None:

@@ -28,22 +28,19 @@ class ScenarioOptions:
     devices: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...",
-            help="Numbers of devices to plan for; default 8, or those of the targets.",
+            metavar="N,...", help="Numbers of devices to plan for; default 8, or those of the targets."
         ),
     ] = None
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Memory of one device, such as 80GB or 80GiB; shows which policies fit.",
+            metavar="SIZE", help="Memory of one device, such as 80GB or 80GiB; shows which policies fit."
         ),
     ] = None
     reserve: Annotated[
         str,
         typer.Option(
-            metavar="SHARE",
-            help="Share of --memory that a policy must leave free, such as 10%, or 0.",
+            metavar="SHARE", help="Share of --memory that a policy must leave free, such as 10%, or 0."
         ),
     ] = "10%"
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1
@@ -135,9 +132,7 @@ class TargetOptions:
     price: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
-            metavar="DOLLARS",
-            help="For --target: dollars per device-hour; adds the cost of tokens.",
+            min=0.0, metavar="DOLLARS", help="For --target: dollars per device-hour; adds the cost of tokens."
         ),
     ] = None
     efficiency: Annotated[
@@ -180,10 +175,7 @@ class TrainingOptions:
     ] = None
     offload: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Share of the optimizer state in CPU memory, such as 50%.",
-        ),
+        typer.Option(metavar="SHARE", help="Share of the optimizer state in CPU memory, such as 50%."),
     ] = None
     frozen: Annotated[
         list[str] | None,
@@ -210,8 +202,7 @@ class SearchOptions:
     save: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="For --search: write the policy that fits as a file for both runtimes.",
+            metavar="FILE", help="For --search: write the policy that fits as a file for both runtimes."
         ),
     ] = None
 
@@ -221,8 +212,7 @@ class PictureOptions:
     """Files to draw into."""
 
     chart: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
+        Path | None, typer.Option(metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf.")
     ] = None
     page: Annotated[
         Path | None,

@@ -74,11 +74,7 @@ def options_to_repeat(scenario: ScenarioOptions, training: TrainingOptions) -> l
 
 
 def print_search(
-    out: Console,
-    findings: Sequence[Finding],
-    model: str,
-    saved: Path | None,
-    told: Sequence[tuple[str, str]],
+    out: Console, findings: Sequence[Finding], model: str, saved: Path | None, told: Sequence[tuple[str, str]]
 ) -> None:
     """Print the answers, the changes for each policy that does not fit, and the policy file unless it was ``saved``.
 

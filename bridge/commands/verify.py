@@ -8,13 +8,7 @@ import typer
 
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.option_groups import grouped_options
-from bridge.commands.options import (
-    SHOWN,
-    ItemOptions,
-    JsonOption,
-    explained,
-    user_errors,
-)
+from bridge.commands.options import SHOWN, ItemOptions, JsonOption, explained, user_errors
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
 from bridge.core.text import counted, first_of, human_bytes
 

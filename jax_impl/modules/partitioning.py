@@ -310,10 +310,7 @@ def _of_variables(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple
         # A NamedSharding stores its names in a spec.
         names = metadata.get("out_sharding")
         names = getattr(names, "spec", names)
-        yield (
-            joined(path),
-            _replaced(names, {**rules, **dict(metadata.get("sharding_rules") or ())}),
-        )
+        yield (joined(path), _replaced(names, {**rules, **dict(metadata.get("sharding_rules") or ())}))
 
 
 def _of_boxes(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

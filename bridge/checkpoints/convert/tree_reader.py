@@ -81,8 +81,8 @@ class TreeReader(ComputedReader):
             self.kinds[name], self.objects[name] = STRING, leaf
         elif _is_empty(leaf):
             # Orbax saves a state without fields, such as `optax.EmptyState()`, as None.
-            self.objects[name] = leaf if (kind := empty_kind(leaf)) else None
-            self.kinds[name] = kind or "None"
+            self.kinds[name] = empty_kind(leaf) or "None"
+            self.objects[name] = leaf if empty_kind(leaf) else None
         else:
             raise CheckpointError(
                 f"{self.path}: {name}: expected an array, a shape with a dtype, a number or text, got "

@@ -191,7 +191,8 @@ def statistics_cause(
     factor = float(moved @ other) / square if square > 0 else 0.0
     # Otherwise the two are the same statistic, and something else differs.
     if start.size > 2 and factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
-        momentum = ": momentum a in torch is 1 - a in flax" if factor > 0 and "running_" in name else ""
+        of_norm = any(word in name.rpartition(".")[2] for word in ("mean", "var"))
+        momentum = ": momentum a in torch is 1 - a in flax" if factor > 0 and of_norm else ""
         return f"JAX's moves {factor:.6g} times as far in a step as torch's{momentum}"
     # torch - r = a (n / (n - 1) v - r) and JAX - r = a (v - r), so (n - 1) (torch - JAX) = JAX - (1 - a) r.
     known = np.stack([theirs, -start], 1)

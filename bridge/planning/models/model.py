@@ -96,10 +96,7 @@ class Model:
 
     @staticmethod
     def of(
-        name: str,
-        parameters: Iterable[Parameter],
-        activations: Iterable[Segment] = (),
-        source: str = "",
+        name: str, parameters: Iterable[Parameter], activations: Iterable[Segment] = (), source: str = ""
     ) -> Model:
         """A model whose modules are those on its parameters' paths, except lists of modules.
 
