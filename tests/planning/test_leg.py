@@ -181,10 +181,10 @@ def test_a_program_that_does_not_fit_is_an_answer_and_other_errors_are_raised(
 @pytest.mark.parametrize(
     ("program", "arguments", "outputs", "aliased", "expected"),
     [
-        # Beside gradients there are the moments, and frozen weights that are no arguments.
+        # While gradients are computed, moments are alive, and frozen weights that are no arguments.
         ("gradients", 107, 100, 0, {"beside": 200, "peak": 107 + 100 + 50 + 200}),
         ("gradients", 87, 100, 0, {"beside": 220, "peak": 87 + 100 + 50 + 220}),
-        # Beside an update, which gets its state donated, the batch and variables.
+        # During an update, which gets its state donated, the batch and variables are alive.
         ("update", 400, 300, 300, {"beside": 7, "peak": 400 + 50 + 7}),
     ],
 )

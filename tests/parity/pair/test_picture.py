@@ -116,7 +116,7 @@ def test_a_panel_has_the_errors_the_floors_and_a_mark_for_each_row_by_its_verdic
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["forward: outputs of modules", "backward: gradients of modules' outputs"]
     assert [text.get_text() for text in panel.texts] == ["1", f"introduced:\n1  {rows[fault].name}"]
-    # A page has names and tips beside its picture.
+    # A page has names and tips in addition to its picture.
     assert [text.get_text() for text in depth_figure(rows).axes[0].texts] == ["1"]
     tips = tips_of(rows)
     assert {gid: len(texts) for gid, texts in tips.items()} == {
